@@ -1,0 +1,97 @@
+"""What every broker promises. Bodies are bytes here: a broker knows no message and no model.
+
+The promises, held by one contract suite for every variant:
+
+1. `publish` returns a `Confirm`; when `wait` returns, the broker has the message. A message whose
+   queue does not exist raises `Unroutable`, a full queue `PublishRefused`, silence `ConfirmTimeout`.
+2. A delivery stays unsettled until it is acked or rejected. If its consumer goes away, it is
+   delivered again, with `redelivered` true. `reject(requeue=False)` moves it to the queue's
+   dead-letter queue.
+3. A settled delivery is never settled twice, and a delivery of a lost connection is dropped
+   silently by `ack` and `reject`: the broker redelivers it anyway.
+4. `take` hands out deliveries of all consumed queues in order of arrival; no more than `prefetch`
+   unsettled deliveries per queue.
+5. All methods may be called from any thread, but the consumer of `take` is one thread.
+6. `close` returns within its grace; unsettled deliveries go back to their queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shared.topology import QueueSpec
+
+MAX_BODY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message to publish to one queue. `persistent` survives a broker restart."""
+
+    queue: str
+    body: bytes
+    persistent: bool = False
+    content_type: str = "application/msgpack"
+    correlation_id: str = ""
+    reply_to: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A message as it was delivered. `tag` is for the broker that delivered it alone."""
+
+    queue: str
+    body: bytes
+    redelivered: bool
+    content_type: str
+    correlation_id: str
+    reply_to: str
+    tag: Any = field(repr=False)
+
+
+class Confirm(Protocol):
+    """The fate of what one `publish` call sent."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once every message is confirmed.
+
+        Raises the first of `Unroutable`, `PublishRefused`, `ConfirmTimeout`, `BrokerUnavailable`.
+        """
+
+
+class Broker(Protocol):
+    """A connection to queues."""
+
+    def declare(self, queues: Sequence[QueueSpec]) -> None:
+        """Create the queues that do not exist; remembered and repeated after a reconnect.
+
+        Raises `ConfigError` when a queue of that name exists with other arguments.
+        """
+
+    def publish(self, messages: Sequence[Outgoing]) -> Confirm:
+        """Send the messages in order, mandatory and in confirm mode. Raises `ValueError` for a body
+        over `MAX_BODY_BYTES`. While the connection is down the messages are not buffered beyond
+        the confirm's deadline."""
+
+    def consume(self, queue: str, *, prefetch: int) -> None:
+        """Start deliveries from a queue; remembered and repeated after a reconnect."""
+
+    def cancel(self, queue: str) -> None:
+        """Stop deliveries from a queue. What was delivered and not yet taken goes back."""
+
+    def take(self, timeout_s: float) -> Delivery | None:
+        """The next delivery, or None after `timeout_s`. Raises `BrokerUnavailable` only when the
+        broker is closed for good."""
+
+    def ack(self, delivery: Delivery) -> None: ...
+
+    def reject(self, delivery: Delivery, *, requeue: bool) -> None: ...
+
+    def depth(self, queue: str) -> int | None:
+        """Messages ready in a queue, or None when it does not exist."""
+
+    def connected(self) -> bool: ...
+
+    def close(self, grace_s: float = 5.0) -> None: ...

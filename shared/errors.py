@@ -1,0 +1,90 @@
+"""The error tree of cellpipe. The class of an error is the verdict on what caused it.
+
+    CellpipeError
+    ├── ConfigError            do not start: a setting, option or environment variable is wrong
+    ├── PermanentError         the same input fails again: dead-letter it and tell the requester
+    │   ├── DecodeError        a frame that is not a valid message
+    │   ├── RequestError       a request that cannot be served; the message names field and value
+    │   ├── ModelError         a model file or manifest that cannot be used
+    │   │   └── ShardError     a shard in the store that is missing or not what the manifest says
+    │   └── KernelError        the kernel refuses its input (malformed chunk, sizes that disagree)
+    └── TransientError         worth another try, with back-off
+        ├── BrokerUnavailable  no connection to the broker within the time allowed
+        ├── PublishRefused     the broker refused a message: its queue is full
+        ├── Unroutable         a message whose queue does not exist
+        ├── ConfirmTimeout     a publish whose confirm did not come in time: its fate is unknown
+        ├── StoreUnavailable   no connection to the store within the time allowed, or it refuses writes
+        └── KvMissing          KV rows that the store should hold and does not (yet)
+
+Anything else that is raised is a bug. Imports nothing of cellpipe.
+"""
+
+from __future__ import annotations
+
+
+class CellpipeError(Exception):
+    """Base of every error that cellpipe raises on purpose.
+
+    `remedy` is one sentence that says what the reader can do about it; the CLI prints it on a
+    line of its own.
+    """
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+class ConfigError(CellpipeError):
+    """A setting is missing, unknown or out of range. Names the key and the value."""
+
+
+class PermanentError(CellpipeError):
+    """The same input will fail again."""
+
+
+class DecodeError(PermanentError):
+    """A frame that is not a valid message."""
+
+
+class RequestError(PermanentError):
+    """A request that cannot be served as it was asked. Names the field and the value."""
+
+
+class ModelError(PermanentError):
+    """A model file or manifest that cannot be used."""
+
+
+class ShardError(ModelError):
+    """A shard in the store that is missing, short or fails its SHA-256."""
+
+
+class KernelError(PermanentError):
+    """The kernel refuses its input, or its output is not finite."""
+
+
+class TransientError(CellpipeError):
+    """Worth another try, with back-off."""
+
+
+class BrokerUnavailable(TransientError):
+    """No connection to the broker within the time allowed."""
+
+
+class PublishRefused(TransientError):
+    """The broker refused a message because its queue is full."""
+
+
+class Unroutable(TransientError):
+    """A message that was returned because its queue does not exist."""
+
+
+class ConfirmTimeout(TransientError):
+    """A publish whose confirm did not come in time; the message may or may not be in its queue."""
+
+
+class StoreUnavailable(TransientError):
+    """No connection to the store within the time allowed, or it refuses writes."""
+
+
+class KvMissing(TransientError):
+    """KV rows that the store should hold are missing or short. Never read as zeros."""

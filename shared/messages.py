@@ -1,0 +1,175 @@
+"""The messages that travel between processes, as values. Knows no wire format, queue or store.
+
+Wire kinds are named by version (`step.v1`), never by class. Fields are only ever added, with
+defaults. A message that exists is valid: each `__post_init__` raises `RequestError` or
+`DecodeError` for what others could get wrong.
+
+B batch, T positions in this message, D hidden_size, P prompt length in tokens.
+Token positions count from 0: the prompt takes 0..P-1 and the first generated token position P.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.errors import DecodeError, RequestError
+
+MAX_TOKENS_LIMIT = 1_048_576
+MAX_SEED = 2**64 - 1
+REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
+
+
+class FinishReason(StrEnum):
+    """Why a request ended (vLLM's names)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn (vLLM's names).
+
+    `temperature` 0 is greedy and ignores the rest; `top_k` 0 and `top_p` 1 are off. `seed` None
+    lets the scheduler draw one, which the ledger then records, so that a repeat is exact.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 256
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
+            raise RequestError(f"temperature must be in 0..100, got {self.temperature!r}")
+        if not 0 <= self.top_k <= 2**31 - 1:
+            raise RequestError(f"top_k must be 0 (off) or positive, got {self.top_k!r}")
+        if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
+            raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise RequestError(f"seed must be in 0..2**64-1, got {self.seed!r}")
+        if not 1 <= self.max_tokens <= MAX_TOKENS_LIMIT:
+            raise RequestError(
+                f"max_tokens must be in 1..{MAX_TOKENS_LIMIT}, got {self.max_tokens!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`request.v1`: what a producer asks for. Exactly one of prompt, messages, token_ids is given.
+
+    `prompt` is raw text; `messages` go through the model's chat template; `token_ids` are taken as
+    they are. `model` "" means the one model that is loaded. `deadline_unix_ms` 0 means none.
+    """
+
+    request_id: str
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+    model: str = ""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    deadline_unix_ms: int = 0
+
+    def __post_init__(self) -> None:
+        check_request_id(self.request_id)
+        given = [n for n in ("prompt", "messages", "token_ids") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                f"exactly one of prompt, messages and token_ids must be given, got {given or 'none'}"
+            )
+        if self.token_ids is not None and not self.token_ids:
+            raise RequestError("token_ids must not be empty")
+        if self.messages is not None and not self.messages:
+            raise RequestError("messages must not be empty")
+        if self.deadline_unix_ms < 0:
+            raise RequestError(
+                f"deadline_unix_ms must not be negative, got {self.deadline_unix_ms}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`step.v1`: work for one layer group, for T consecutive positions of one request.
+
+    For group 0 the tensors hold `token_ids` int32 (T,), for the others `hidden` float32 (T, D); a
+    message carries named tensors so that a hop can carry more than one later. `position` is that of
+    the first row. When `sample` is true the last row's logits give the token for position
+    `position + T`; the prompt's last chunk and every decode step say so. `max_position` is the last
+    position that a generated token may take. `deadline_unix_ms` 0 means none.
+    """
+
+    request_id: str
+    model_id: str
+    layout_id: str
+    group: int
+    epoch: int
+    position: int
+    sample: bool
+    max_position: int
+    tensors: Mapping[str, npt.NDArray[np.generic]]
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...] = ()
+    deadline_unix_ms: int = 0
+
+    def __post_init__(self) -> None:
+        if not REQUEST_ID_PATTERN.match(self.request_id):
+            raise DecodeError(f"step.v1 request_id is malformed: {self.request_id!r:.80}")
+        for name in ("group", "epoch", "position", "max_position", "deadline_unix_ms"):
+            value = getattr(self, name)
+            if not 0 <= value < 2**53:
+                raise DecodeError(f"step.v1 {name} out of range: {value}")
+        if self.sampling.seed is None:
+            raise DecodeError("step.v1 sampling.seed must be given")
+        if not self.tensors:
+            raise DecodeError("step.v1 carries no tensor")
+        if len({t.shape[0] if t.ndim else 0 for t in self.tensors.values()}) != 1:
+            raise DecodeError("step.v1 tensors disagree on the number of positions")
+        if self.num_positions == 0:
+            raise DecodeError("step.v1 tensors are empty")
+
+    @property
+    def num_positions(self) -> int:
+        """T, the number of consecutive positions in this message."""
+        return int(next(iter(self.tensors.values())).shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """`reply.v1`: the final answer, sent to a request's `reply_to` queue."""
+
+    request_id: str
+    finish_reason: FinishReason
+    text: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    error: str = ""
+
+
+Message = Request | Step | Reply
+
+
+def check_request_id(request_id: str) -> None:
+    """Raise `RequestError` unless the id is 1-64 of [A-Za-z0-9_-], not starting with - or _."""
+    if not REQUEST_ID_PATTERN.match(request_id):
+        raise RequestError(
+            f"request_id must be 1-64 letters, digits, '-' or '_', got {request_id!r:.80}"
+        )

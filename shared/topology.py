@@ -1,0 +1,127 @@
+"""How a model is cut and what its queues are called. Knows no connection and no message body.
+
+Queue names carry a schema version, because a queue's arguments cannot be changed once it exists.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shared.errors import ConfigError, ModelError
+
+QUEUE_SCHEMA = "v1"
+REQUESTS_QUEUE = f"cellpipe.{QUEUE_SCHEMA}.requests"
+DEAD_QUEUE = f"cellpipe.{QUEUE_SCHEMA}.dead"
+MAX_QUEUED_REQUESTS = 10_000
+
+
+class QueueType(StrEnum):
+    """RabbitMQ's `x-queue-type`, always sent."""
+
+    CLASSIC = "classic"
+    QUORUM = "quorum"
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSpec:
+    """A durable queue. `max_length` bounds it with reject-publish; `dead_letter_queue` takes what
+    is rejected without requeue."""
+
+    name: str
+    queue_type: QueueType = QueueType.CLASSIC
+    max_length: int | None = None
+    dead_letter_queue: str | None = None
+    delivery_limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The cut of a model into layer groups: `bounds[i]` is (first layer, last layer + 1) of group i."""
+
+    layout_id: str
+    model_id: str
+    bounds: tuple[tuple[int, int], ...]
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.bounds)
+
+    @property
+    def last_group(self) -> int:
+        return len(self.bounds) - 1
+
+    def num_layers(self, group: int) -> int:
+        first, end = self.bounds[group]
+        return end - first
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {"layout_id": self.layout_id, "model_id": self.model_id, "bounds": self.bounds},
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Layout:
+        """Parse what `to_json` wrote. Raises `ModelError` for anything else."""
+        try:
+            raw = json.loads(text)
+            bounds = tuple((int(first), int(end)) for first, end in raw["bounds"])
+            return cls(str(raw["layout_id"]), str(raw["model_id"]), bounds)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(f"the layout cannot be read: {error}") from error
+
+
+def even_layout(model_id: str, num_hidden_layers: int, num_groups: int) -> Layout:
+    """Cut the layers into `num_groups` runs whose lengths differ by at most one, longer ones first.
+
+    Raises `ConfigError` unless 1 <= num_groups <= num_hidden_layers.
+    """
+    if not 1 <= num_groups <= num_hidden_layers:
+        raise ConfigError(
+            f"--groups must be in 1..{num_hidden_layers} (the model's layers), got {num_groups}"
+        )
+    size, extra = divmod(num_hidden_layers, num_groups)
+    bounds: list[tuple[int, int]] = []
+    first = 0
+    for group in range(num_groups):
+        end = first + size + (group < extra)
+        bounds.append((first, end))
+        first = end
+    return Layout(f"even{num_groups}", model_id, tuple(bounds))
+
+
+def group_queue(model_id: str, layout_id: str, group: int) -> str:
+    """Name of the queue that every worker of a layer group shares."""
+    return f"cellpipe.{QUEUE_SCHEMA}.{model_id}.{layout_id}.g{group}"
+
+
+def control_queues() -> tuple[QueueSpec, ...]:
+    """The queues that exist once per cluster."""
+    return (
+        QueueSpec(DEAD_QUEUE, QueueType.CLASSIC),
+        # Quorum: an accepted request must survive a broker. A scheduler's restart redelivers what it
+        # held, and 4.x dead-letters after 20 redeliveries unless told otherwise.
+        QueueSpec(
+            REQUESTS_QUEUE,
+            QueueType.QUORUM,
+            max_length=MAX_QUEUED_REQUESTS,
+            dead_letter_queue=DEAD_QUEUE,
+            delivery_limit=1_000_000,
+        ),
+    )
+
+
+def group_queues(
+    layout: Layout, queue_type: QueueType = QueueType.CLASSIC
+) -> tuple[QueueSpec, ...]:
+    """The step queues of a layout. Never bounded: a bounded decode cycle can deadlock."""
+    return tuple(
+        QueueSpec(
+            group_queue(layout.model_id, layout.layout_id, group),
+            queue_type,
+            dead_letter_queue=DEAD_QUEUE,
+        )
+        for group in range(layout.num_groups)
+    )
