@@ -13,7 +13,7 @@
         ├── PublishRefused     the broker refused a message: its queue is full
         ├── Unroutable         a message whose queue does not exist
         ├── ConfirmTimeout     a publish whose confirm did not come in time: its fate is unknown
-        ├── StoreUnavailable   no connection to the store within the time allowed, or it refuses writes
+        ├── StoreUnavailable   no connection to the store in the time allowed, or it refuses writes
         └── KvMissing          KV rows that the store should hold and does not (yet)
 
 Anything else that is raised is a bug. Imports nothing of cellpipe.

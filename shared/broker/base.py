@@ -3,7 +3,8 @@
 The promises, held by one contract suite for every variant:
 
 1. `publish` returns a `Confirm`; when `wait` returns, the broker has the message. A message whose
-   queue does not exist raises `Unroutable`, a full queue `PublishRefused`, silence `ConfirmTimeout`.
+   queue does not exist raises `Unroutable`, a full queue `PublishRefused`, and silence
+   `ConfirmTimeout`.
 2. A delivery stays unsettled until it is acked or rejected. If its consumer goes away, it is
    delivered again, with `redelivered` true. `reject(requeue=False)` moves it to the queue's
    dead-letter queue.
