@@ -94,7 +94,7 @@ class Request:
         given = [n for n in ("prompt", "messages", "token_ids") if getattr(self, n) is not None]
         if len(given) != 1:
             raise RequestError(
-                f"exactly one of prompt, messages and token_ids must be given, got {given or 'none'}"
+                f"exactly one of prompt, messages, token_ids must be given, got {given or 'none'}"
             )
         if self.token_ids is not None and not self.token_ids:
             raise RequestError("token_ids must not be empty")

@@ -38,7 +38,10 @@ class QueueSpec:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The cut of a model into layer groups: `bounds[i]` is (first layer, last layer + 1) of group i."""
+    """The cut of a model into layer groups.
+
+    Group i runs layers `bounds[i][0]` up to, not including, `bounds[i][1]`.
+    """
 
     layout_id: str
     model_id: str
@@ -101,8 +104,8 @@ def control_queues() -> tuple[QueueSpec, ...]:
     """The queues that exist once per cluster."""
     return (
         QueueSpec(DEAD_QUEUE, QueueType.CLASSIC),
-        # Quorum: an accepted request must survive a broker. A scheduler's restart redelivers what it
-        # held, and 4.x dead-letters after 20 redeliveries unless told otherwise.
+        # Quorum: an accepted request must survive a broker. A scheduler's restart redelivers
+        # what it held, and 4.x dead-letters after 20 redeliveries unless told otherwise.
         QueueSpec(
             REQUESTS_QUEUE,
             QueueType.QUORUM,
