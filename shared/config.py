@@ -1,0 +1,77 @@
+"""Reads cellpipe's environment once, strictly. Knows no connection and no command line.
+
+Entry points call `Config.from_environ` and pass values down; nothing below them reads the
+environment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import ConfigError
+
+PREFIX = "CELLPIPE_"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("console", "json")
+KERNELS = ("auto", "portable", "reference")
+# Read by the tests, the Makefile and infra/servers, not by the program.
+FOREIGN_KEYS = ("CELLPIPE_ALLOW_INSTALL",)
+FOREIGN_PREFIX = "CELLPIPE_TEST_"
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\Z", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the environment says. URLs may hold passwords: never log a Config."""
+
+    amqp_url: str | None = None
+    redis_url: str | None = None
+    redis_kv_url: str | None = None
+    redis_weights_url: str | None = None
+    cache_dir: Path = Path("~/.cache/cellpipe")
+    log_level: str = "info"
+    log_format: str = "console"
+    kernel: str = "auto"
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Config:
+        """Raises `ConfigError` naming the key and the value for anything unknown or malformed."""
+        values: dict[str, str] = {}
+        for key, value in environ.items():
+            if not key.startswith(PREFIX) or key in FOREIGN_KEYS or key.startswith(FOREIGN_PREFIX):
+                continue
+            name = key.removeprefix(PREFIX).lower()
+            if name not in cls.__slots__:
+                known = ", ".join(PREFIX + n.upper() for n in cls.__slots__)
+                raise ConfigError(f"unknown setting {key}", remedy=f"known settings: {known}")
+            if value:
+                values[name] = value
+        for name, allowed in (
+            ("log_level", LOG_LEVELS),
+            ("log_format", LOG_FORMATS),
+            ("kernel", KERNELS),
+        ):
+            if name in values and values[name] not in allowed:
+                raise ConfigError(
+                    f"{PREFIX}{name.upper()} must be one of {', '.join(allowed)}, "
+                    f"got {values[name]!r}"
+                )
+        cache_dir = Path(values.pop("cache_dir", "~/.cache/cellpipe")).expanduser()
+        return cls(cache_dir=cache_dir, **values)
+
+
+def parse_size(text: str, *, field: str) -> int:
+    """Bytes in "256MiB", "1.5 GB" or "4096". Raises `ConfigError` naming the field."""
+    match = _SIZE.match(text.strip())
+    if not match:
+        raise ConfigError(f"{field} must be a size such as 256MiB, got {text!r}")
+    base = 1024 if match[3] else 1000
+    size = int(float(match[1]) * base ** _POWERS[match[2].upper()])
+    if size <= 0:
+        raise ConfigError(f"{field} must be positive, got {text!r}")
+    return size

@@ -1,0 +1,68 @@
+"""Facts about reading the environment, sizes and redaction."""
+
+from pathlib import Path
+
+import pytest
+
+from shared.backoff import Backoff
+from shared.config import Config, parse_size
+from shared.errors import ConfigError
+from shared.logs import redact
+
+
+def test_unknown_setting_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="CELLPIPE_REDIS_ULR"):
+        Config.from_environ({"CELLPIPE_REDIS_ULR": "redis://x"})
+
+
+def test_bad_choice_names_key_and_value() -> None:
+    with pytest.raises(ConfigError, match="CELLPIPE_LOG_LEVEL.*'loud'"):
+        Config.from_environ({"CELLPIPE_LOG_LEVEL": "loud"})
+
+
+def test_settings_are_read_and_empty_ones_count_as_absent() -> None:
+    config = Config.from_environ(
+        {"CELLPIPE_AMQP_URL": "amqp://h", "CELLPIPE_REDIS_URL": "", "HOME": "/root"}
+    )
+
+    assert config.amqp_url == "amqp://h"
+    assert config.redis_url is None
+
+
+def test_keys_of_tests_and_makefile_are_not_settings() -> None:
+    environ = {"CELLPIPE_TEST_AMQP_URL": "x", "CELLPIPE_ALLOW_INSTALL": "1"}
+
+    assert Config.from_environ(environ).cache_dir == Path("~/.cache/cellpipe").expanduser()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("256MiB", 256 << 20), ("1.5 GB", 1_500_000_000), ("4096", 4096), ("2g", 2_000_000_000)],
+)
+def test_sizes_are_parsed(text: str, size: int) -> None:
+    assert parse_size(text, field="--memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1MiB", "0", "1.2.3MB"])
+def test_bad_sizes_name_the_field(text: str) -> None:
+    with pytest.raises(ConfigError, match="--memory"):
+        parse_size(text, field="--memory")
+
+
+def test_passwords_in_urls_are_redacted() -> None:
+    text = redact("cannot reach amqp://user:s3cret@host:5672/ or rediss://:pw@h/0")
+
+    assert "s3cret" not in text
+    assert ":pw@" not in text
+    assert "user" in text
+
+
+def test_backoff_grows_to_its_bound_and_resets() -> None:
+    backoff = Backoff(first_s=1.0, max_s=8.0)
+
+    waits = [backoff.next_s() for _ in range(10)]
+
+    assert 0.5 <= waits[0] <= 1.0
+    assert all(4.0 <= wait <= 8.0 for wait in waits[4:])
+    backoff.reset()
+    assert backoff.next_s() <= 1.0
