@@ -16,7 +16,7 @@ def test_unknown_setting_is_refused_by_name() -> None:
 
 
 def test_bad_choice_names_key_and_value() -> None:
-    with pytest.raises(ConfigError, match="CELLPIPE_LOG_LEVEL.*'loud'"):
+    with pytest.raises(ConfigError, match=r"CELLPIPE_LOG_LEVEL.*'loud'"):
         Config.from_environ({"CELLPIPE_LOG_LEVEL": "loud"})
 
 

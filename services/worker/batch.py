@@ -1,0 +1,87 @@
+"""Chooses what a worker computes next. Pure: knows no queue, clock or kernel.
+
+A turn runs one layer group over one batch. Decode steps go first, since someone waits for each;
+prefill slices fill what is left of the row budget, so a long prompt never blocks the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shared.broker.base import Delivery
+from shared.messages import Step
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A delivery that waits for its turn. `done` rows of it are computed and passed on.
+
+    While its KV rows are missing it is parked: `retry_at_s` (monotonic) says when to look again,
+    `parked_since_s` since when it waits.
+    """
+
+    delivery: Delivery
+    step: Step
+    done: int = 0
+    parked_since_s: float | None = None
+    retry_at_s: float = 0.0
+
+    @property
+    def remaining(self) -> int:
+        return self.step.num_positions - self.done
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows `start .. start + num_rows` of a pending step, computed in one turn."""
+
+    pending: Pending
+    start: int
+    num_rows: int
+
+    @property
+    def position(self) -> int:
+        """Token position of the slice's first row."""
+        return self.pending.step.position + self.start
+
+    @property
+    def completes(self) -> bool:
+        """Whether the step is done once this slice is."""
+        return self.start + self.num_rows == self.pending.step.num_positions
+
+
+def plan_batch(
+    pending: Sequence[Pending], *, now_s: float, max_rows: int, max_sequences: int
+) -> list[Slice]:
+    """Choose the slices of the next turn: one group, one slice a request, at most `max_rows` rows.
+
+    The group is that of the oldest item that is ready, so no group starves.
+    """
+    ready = [item for item in pending if item.retry_at_s <= now_s]
+    if not ready:
+        return []
+    group = ready[0].step.group
+    candidates = [item for item in _first_of_each_request(ready) if item.step.group == group]
+    # sorted is stable: arrival order holds within decode steps and within prefill.
+    candidates.sort(key=lambda item: item.step.num_positions > 1)
+    slices: list[Slice] = []
+    rows_left = max_rows
+    for item in candidates[:max_sequences]:
+        if rows_left == 0:
+            break
+        num_rows = min(item.remaining, rows_left)
+        slices.append(Slice(item, item.done, num_rows))
+        rows_left -= num_rows
+    return slices
+
+
+def _first_of_each_request(items: Iterable[Pending]) -> Iterable[Pending]:
+    """The earliest rows of each (request, group): later ones need their KV rows."""
+    first: dict[tuple[str, int], Pending] = {}
+    for item in items:
+        key = (item.step.request_id, item.step.group)
+        held = first.get(key)
+        if held is None or item.step.position < held.step.position:
+            first[key] = item
+    return first.values()

@@ -1,0 +1,100 @@
+"""Takes deliveries, decodes them and keeps them until each is settled, once. Knows no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import structlog
+
+from services.worker.batch import Pending
+from shared import codec
+from shared.broker.base import Broker, Delivery
+from shared.errors import PermanentError
+from shared.messages import Step
+
+log = structlog.get_logger()
+
+
+class Inbox:
+    """The unsettled steps of one worker, in order of arrival.
+
+    `problem` says why a step cannot be computed here ("" if it can): such a step, like a frame
+    that is no step at all, is dead-lettered at the door. `is_repeat` says whether this process
+    saw the broker confirm the step's output: then it is acked at the door.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        *,
+        problem: Callable[[Step], str],
+        is_repeat: Callable[[Step], bool],
+        max_pending: int,
+    ) -> None:
+        self._broker = broker
+        self._problem = problem
+        self._is_repeat = is_repeat
+        self._max_pending = max_pending
+        self._items: list[Pending] = []
+
+    def __iter__(self) -> Iterator[Pending]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def items(self) -> list[Pending]:
+        return list(self._items)
+
+    def receive(self, timeout_s: float, *, now_s: float) -> None:
+        """Take what has arrived; wait at most `timeout_s` if there is nothing to do."""
+        if self._items:
+            # Do not sleep on the queue while work is at hand: parked items bound the sleep.
+            soonest_s = min(item.retry_at_s for item in self._items)
+            timeout_s = min(timeout_s, max(0.0, soonest_s - now_s))
+        delivery = self._broker.take(timeout_s)
+        while delivery is not None:
+            self._admit(delivery)
+            if len(self._items) >= self._max_pending:
+                break
+            delivery = self._broker.take(0.0)
+
+    def ack(self, item: Pending) -> None:
+        """Settle as done, unless it is settled already."""
+        if self._remove(item):
+            self._broker.ack(item.delivery)
+
+    def dead_letter(self, item: Pending) -> None:
+        """Settle as poison, unless it is settled already."""
+        if self._remove(item):
+            self._broker.reject(item.delivery, requeue=False)
+
+    def hand_back(self, item: Pending) -> None:
+        """Give it back to its queue, unless it is settled already."""
+        if self._remove(item):
+            self._broker.reject(item.delivery, requeue=True)
+
+    def _remove(self, item: Pending) -> bool:
+        if item not in self._items:
+            return False
+        self._items.remove(item)
+        return True
+
+    def _admit(self, delivery: Delivery) -> None:
+        try:
+            step = codec.decode(delivery.body)
+        except PermanentError as error:
+            self._refuse(delivery, str(error))
+            return
+        if not isinstance(step, Step):
+            self._refuse(delivery, f"a {type(step).__name__} has no business in a step queue")
+        elif problem := self._problem(step):
+            self._refuse(delivery, problem)
+        elif self._is_repeat(step):
+            self._broker.ack(delivery)
+        else:
+            self._items.append(Pending(delivery, step))
+
+    def _refuse(self, delivery: Delivery, reason: str) -> None:
+        log.warning("step_refused", queue=delivery.queue, reason=reason, bytes=len(delivery.body))
+        self._broker.reject(delivery, requeue=False)

@@ -1,0 +1,115 @@
+"""Keeps the KV caches of the sequences that a worker has seen. Knows no queue and no arithmetic.
+
+A cache is only a copy: the rows in the store are the truth, and any worker of the group can read
+them. A cache that is behind is topped up from the store; one that is dropped is read again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from shared.model.kv_cache import SequenceCache
+from shared.store.kv_pages import KvPages
+
+Key = tuple[int, str]  # (group, request_id)
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """What a worker remembers of one request in one group.
+
+    `forwarded` is the position after the last row whose output the broker has confirmed, in
+    `epoch`: a repeat of it may be acked unread, since its effect is already on its way.
+    """
+
+    cache: SequenceCache
+    epoch: int = 0
+    forwarded: int = 0
+    last_used_s: float = 0.0
+
+    def is_repeat(self, *, epoch: int, end_position: int) -> bool:
+        return epoch == self.epoch and end_position <= self.forwarded
+
+    def note_forwarded(self, *, epoch: int, end_position: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.forwarded = epoch, 0
+        self.forwarded = max(self.forwarded, end_position)
+
+
+class SequencePool:
+    """An LRU of sequence states under a byte budget.
+
+    `kv_pages` None means that nothing outside this process holds the rows (embedded mode): then a
+    state lives until `drop`, whatever the budget.
+    """
+
+    def __init__(
+        self,
+        make_cache: Callable[[int], SequenceCache],
+        kv_pages: KvPages | None,
+        *,
+        max_bytes: int,
+        idle_s: float = 60.0,
+    ) -> None:
+        self._make_cache = make_cache
+        self._kv_pages = kv_pages
+        self._max_bytes = max_bytes
+        self._idle_s = idle_s
+        self._states: OrderedDict[Key, SequenceState] = OrderedDict()
+
+    def get(self, group: int, request_id: str, *, now_s: float) -> SequenceState:
+        """The state of a request in a group, new and empty if it was never seen or was evicted."""
+        key = (group, request_id)
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = SequenceState(self._make_cache(group))
+        self._states.move_to_end(key)
+        state.last_used_s = now_s
+        return state
+
+    def peek(self, group: int, request_id: str) -> SequenceState | None:
+        return self._states.get((group, request_id))
+
+    def top_up(self, group: int, request_id: str, position: int, *, now_s: float) -> SequenceState:
+        """The state with at least rows 0..position-1 in its cache.
+
+        Reads only the missing ones. Raises `KvMissing` when the store does not hold them (yet).
+        """
+        state = self.get(group, request_id, now_s=now_s)
+        have = state.cache.num_positions
+        if have < position:
+            if self._kv_pages is None:
+                raise AssertionError(f"rows {have}..{position} of {request_id} are nowhere")
+            rows = self._kv_pages.read(request_id, group, have, position)
+            state.cache.import_rows(have, rows)
+        return state
+
+    def drop(self, request_id: str, groups: Iterable[int]) -> None:
+        for group in groups:
+            self._states.pop((group, request_id), None)
+
+    def trim(self, *, now_s: float, keep: frozenset[Key] = frozenset()) -> None:
+        """Evict idle states, then the least recently used ones until the budget holds.
+
+        States whose key is in `keep` stay.
+        """
+        if self._kv_pages is None:
+            return
+        total = self.num_bytes
+        for key in list(self._states):
+            state = self._states[key]
+            if key in keep:
+                continue
+            if total <= self._max_bytes and now_s - state.last_used_s < self._idle_s:
+                break
+            total -= state.cache.nbytes
+            del self._states[key]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(state.cache.nbytes for state in self._states.values())
+
+    def __len__(self) -> int:
+        return len(self._states)

@@ -1,0 +1,62 @@
+"""Decides what becomes of a step, from values alone. Knows no queue, store or kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Final
+
+import numpy as np
+
+from shared.messages import FinishReason, Step
+from shared.model.config import ModelConfig
+from shared.topology import Layout
+
+TOKEN_IDS: Final = "token_ids"
+HIDDEN: Final = "hidden"
+
+
+def step_problem(step: Step, *, layout: Layout, config: ModelConfig, groups: Container[int]) -> str:
+    """Why a worker that serves `groups` of `layout` cannot compute this step; "" if it can."""
+    if (step.model_id, step.layout_id) != (layout.model_id, layout.layout_id):
+        return (
+            f"step is for model {step.model_id} layout {step.layout_id}, this worker serves "
+            f"{layout.model_id} layout {layout.layout_id}"
+        )
+    if step.group not in groups:
+        return f"step is for group {step.group}, which is not served here"
+    end = step.position + step.num_positions
+    if end > config.max_position_embeddings:
+        return (
+            f"positions {step.position}..{end - 1} exceed the model's "
+            f"{config.max_position_embeddings}"
+        )
+    return _tensor_problem(step, config)
+
+
+def _tensor_problem(step: Step, config: ModelConfig) -> str:
+    name = TOKEN_IDS if step.group == 0 else HIDDEN
+    tensor = step.tensors.get(name)
+    if tensor is None:
+        return f"step for group {step.group} carries no tensor {name!r}"
+    if step.group == 0:
+        if tensor.ndim != 1 or tensor.dtype != np.int32:
+            return f"token_ids must be int32 (T,), got {tensor.dtype} {tensor.shape}"
+        if tensor.min() < 0 or tensor.max() >= config.vocab_size:
+            return f"token_ids must be in 0..{config.vocab_size - 1}"
+        return ""
+    if tensor.ndim != 2 or tensor.shape[1] != config.hidden_size or tensor.dtype != np.float32:
+        return (
+            f"hidden must be float32 (T, {config.hidden_size}), got {tensor.dtype} {tensor.shape}"
+        )
+    if not np.isfinite(tensor).all():
+        return "hidden holds a value that is not finite"
+    return ""
+
+
+def finish_reason(step: Step, *, token_id: int, position: int) -> FinishReason | None:
+    """Why the request ends with this token at this position, or None if it goes on."""
+    if token_id in step.stop_token_ids and not step.sampling.ignore_eos:
+        return FinishReason.STOP
+    if position >= step.max_position:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,329 @@
+"""Turns deliveries of layer-group steps into deliveries for the next group.
+
+One turn: take -> decode -> batch -> compute -> remember -> publish -> settle. Owns the order of
+those; knows no pika, no redis and no C. Everything it holds can be lost: the broker redelivers the
+steps and the store holds the rows.
+
+B sequences in a batch, R rows in it, T rows of one sequence, D hidden_size.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from services.worker.batch import Pending, Slice, plan_batch
+from services.worker.inbox import Inbox
+from services.worker.sequences import SequencePool
+from services.worker.steps import next_group_step
+from services.worker.tokens import Ended, GoOn, OutOfOrder, sample_and_commit
+from services.worker.verdict import HIDDEN, TOKEN_IDS, step_problem
+from shared import codec
+from shared.backoff import Backoff
+from shared.broker.base import Broker, Confirm, Outgoing
+from shared.errors import KernelError, KvMissing, TransientError
+from shared.messages import FinishReason, Step
+from shared.model.config import ModelConfig
+from shared.model.kv_cache import SequenceCache
+from shared.model.layer_group import LayerGroup, SequenceSlice
+from shared.store.kv_pages import KvPages
+from shared.store.ledger import Ledger
+from shared.topology import Layout, group_queue
+
+log = structlog.get_logger()
+
+FloatRows = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """Bounds of one worker. Rows are token positions."""
+
+    max_batch_rows: int = 128
+    max_batch_sequences: int = 64
+    prefetch: int = 32
+    kv_cache_bytes: int = 32 << 20
+    confirm_timeout_s: float = 10.0
+    park_retry_s: float = 0.005
+    park_limit_s: float = 5.0
+
+
+class Worker:
+    """Serves the layer groups in `layer_groups`, by group number.
+
+    `kv_pages` None is the embedded mode: no other process could take over, so rows stay local.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        config: ModelConfig,
+        layer_groups: Mapping[int, LayerGroup],
+        broker: Broker,
+        ledger: Ledger,
+        kv_pages: KvPages | None,
+        limits: WorkerLimits = WorkerLimits(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_steps_done = 0
+        self.last_step_unix_ms = 0
+        self._layout = layout
+        self._config = config
+        self._layer_groups: dict[int, LayerGroup] = {}
+        self._broker = broker
+        self._ledger = ledger
+        self._kv_pages = kv_pages
+        self._limits = limits
+        self._clock = clock
+        self._backoff = Backoff(first_s=0.05, max_s=2.0)
+        self._pool = SequencePool(self._new_cache, kv_pages, max_bytes=limits.kv_cache_bytes)
+        self._inbox = Inbox(
+            broker,
+            problem=self._problem,
+            is_repeat=self._is_repeat,
+            max_pending=2 * limits.max_batch_sequences,
+        )
+        for group, layer_group in layer_groups.items():
+            self.serve_group(group, layer_group)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return tuple(sorted(self._layer_groups))
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._inbox)
+
+    def serve_group(self, group: int, layer_group: LayerGroup) -> None:
+        """Serve one more group from now on."""
+        self._layer_groups[group] = layer_group
+        self._broker.consume(self._queue(group), prefetch=self._limits.prefetch)
+
+    def turn(self, timeout_s: float) -> int:
+        """Take what has arrived, run one batch, settle it. Returns the number of steps settled.
+
+        Waits at most `timeout_s` for a first delivery. Transient failures hand the batch back to
+        the broker after a back-off; nothing is raised for them.
+        """
+        self._inbox.receive(timeout_s, now_s=self._clock())
+        slices = plan_batch(
+            self._inbox.items(),
+            now_s=self._clock(),
+            max_rows=self._limits.max_batch_rows,
+            max_sequences=self._limits.max_batch_sequences,
+        )
+        if not slices:
+            return 0
+        try:
+            settled = self._run(slices)
+        except TransientError as error:
+            wait_s = self._backoff.next_s()
+            log.warning("batch_handed_back", reason=str(error), wait_ms=round(wait_s * 1e3))
+            time.sleep(wait_s)  # before the hand-back, which would bring the batch straight back
+            for piece in slices:
+                self._inbox.hand_back(piece.pending)
+            return 0
+        self._backoff.reset()
+        return settled
+
+    def hand_back_all(self) -> None:
+        """Give every unsettled delivery back to its queue; the last act before leaving."""
+        for item in self._inbox.items():
+            self._inbox.hand_back(item)
+
+    # compute
+
+    def _run(self, slices: Sequence[Slice]) -> int:
+        slices = self._with_rows_at_hand(slices)
+        if not slices:
+            return 0
+        started_s = self._clock()
+        group = slices[0].pending.step.group
+        try:
+            hidden = self._forward(group, slices)  # (R, D)
+        except KernelError as error:
+            return self._isolate(slices, error)
+        settled = self._pass_on(group, slices, hidden)
+        now_s = self._clock()
+        log.debug(
+            "batch_done",
+            group=group,
+            sequences=len(slices),
+            rows=len(hidden),
+            duration_ms=round((now_s - started_s) * 1e3, 3),
+        )
+        self._pool.trim(now_s=now_s)
+        return settled
+
+    def _with_rows_at_hand(self, slices: Sequence[Slice]) -> list[Slice]:
+        """The slices whose earlier KV rows are here or could be read; the others are parked."""
+        ready = []
+        now_s, now_unix_ms = self._clock(), _unix_ms()
+        for piece in slices:
+            item = piece.pending
+            if 0 < item.step.deadline_unix_ms <= now_unix_ms:
+                self._fail(item, "the request's deadline has passed")
+                continue
+            try:
+                self._pool.top_up(item.step.group, _id(piece), piece.position, now_s=now_s)
+            except KvMissing as error:
+                # A step can overtake its predecessor, which another worker of the group still
+                # computes: its rows come within one step's time or not at all.
+                if item.parked_since_s is None:
+                    item.parked_since_s = now_s
+                item.retry_at_s = now_s + self._limits.park_retry_s
+                if now_s - item.parked_since_s > self._limits.park_limit_s:
+                    self._fail(item, str(error))
+                continue
+            item.parked_since_s = None
+            ready.append(piece)
+        return ready
+
+    def _forward(self, group: int, slices: Sequence[Slice]) -> FloatRows:
+        layer_group = self._layer_groups[group]
+        name = TOKEN_IDS if group == 0 else HIDDEN
+        rows = np.concatenate(
+            [p.pending.step.tensors[name][p.start : p.start + p.num_rows] for p in slices]
+        )
+        hidden = layer_group.embed(rows) if group == 0 else rows  # (R, D)
+        sequences = [
+            SequenceSlice(self._cache(group, piece), piece.position, piece.num_rows)
+            for piece in slices
+        ]
+        return layer_group.forward(hidden, sequences)
+
+    def _isolate(self, slices: Sequence[Slice], error: KernelError) -> int:
+        """A batch failed: run its members alone, so that only the culprit's request ends."""
+        if len(slices) > 1:
+            return sum(self._run([piece]) for piece in slices)
+        item = slices[0].pending
+        self._fail(item, f"layer group {item.step.group} cannot compute it: {error}", dead=True)
+        return 1
+
+    # remember, pass on, settle
+
+    def _pass_on(self, group: int, slices: Sequence[Slice], hidden: FloatRows) -> int:
+        ends = np.cumsum([piece.num_rows for piece in slices])
+        confirm: Confirm | None
+        if group == self._layout.last_group:
+            self._write_rows(group, slices)
+            confirm = self._publish(self._commit_tokens(slices, hidden[ends - 1]))
+        else:
+            confirm = self._publish(
+                [
+                    next_group_step(piece, hidden[end - piece.num_rows : end])
+                    for piece, end in zip(slices, ends, strict=True)
+                ]
+            )
+            self._write_rows(group, slices)  # beside the publish: both end before the ack
+        if confirm is not None:
+            confirm.wait(self._limits.confirm_timeout_s)
+        return sum(self._settle(group, piece) for piece in slices)
+
+    def _write_rows(self, group: int, slices: Sequence[Slice]) -> None:
+        if self._kv_pages is None:
+            return
+        for piece in slices:
+            end = piece.position + piece.num_rows
+            rows = self._cache(group, piece).export_rows(piece.position, end)
+            self._kv_pages.write(_id(piece), group, piece.position, rows)
+
+    def _commit_tokens(self, slices: Sequence[Slice], last_rows: FloatRows) -> list[Step]:
+        """Commit a token for every slice that ends its step; returns the decode steps to send.
+
+        `last_rows` (B, D) holds the last hidden row of each slice.
+        """
+        ends = [i for i, p in enumerate(slices) if p.completes and p.pending.step.sample]
+        items = [slices[i].pending for i in ends]
+        outcomes = sample_and_commit(
+            [item.step for item in items],
+            last_rows[ends],
+            self._layer_groups[self._layout.last_group],
+            self._ledger,
+        )
+        following = []
+        for item, outcome in zip(items, outcomes, strict=True):
+            match outcome:
+                case GoOn(step=step):
+                    following.append(step)
+                case Ended():
+                    self._pool.drop(item.step.request_id, self._layer_groups)
+                case OutOfOrder(reason=reason):
+                    self._fail(item, reason)
+                case _:
+                    assert_never(outcome)
+        return following
+
+    def _publish(self, steps: Sequence[Step]) -> Confirm | None:
+        if not steps:
+            return None
+        return self._broker.publish(
+            [Outgoing(self._queue(step.group), codec.encode(step)) for step in steps]
+        )
+
+    def _settle(self, group: int, piece: Slice) -> int:
+        piece.pending.done = piece.start + piece.num_rows
+        if not piece.completes:
+            return 0
+        step = piece.pending.step
+        if state := self._pool.peek(group, step.request_id):
+            state.note_forwarded(epoch=step.epoch, end_position=step.position + step.num_positions)
+        self._inbox.ack(piece.pending)  # a crash above means redelivery, not loss
+        self.num_steps_done += 1
+        self.last_step_unix_ms = _unix_ms()
+        return 1
+
+    def _fail(self, item: Pending, reason: str, *, dead: bool = False) -> None:
+        """End the request with a named error; `dead` keeps its message for inspection."""
+        step = item.step
+        ended_now = self._ledger.finish(step.request_id, FinishReason.ERROR, reason)
+        log.log(
+            logging.ERROR if ended_now else logging.DEBUG,
+            "request_failed" if ended_now else "late_step_dropped",
+            request_id=step.request_id,
+            group=step.group,
+            position=step.position,
+            reason=reason,
+        )
+        self._pool.drop(step.request_id, self._layer_groups)
+        if dead:
+            self._inbox.dead_letter(item)
+        else:
+            self._inbox.ack(item)
+
+    # small names
+
+    def _problem(self, step: Step) -> str:
+        return step_problem(
+            step, layout=self._layout, config=self._config, groups=self._layer_groups
+        )
+
+    def _is_repeat(self, step: Step) -> bool:
+        state = self._pool.peek(step.group, step.request_id)
+        end_position = step.position + step.num_positions
+        return state is not None and state.is_repeat(epoch=step.epoch, end_position=end_position)
+
+    def _new_cache(self, group: int) -> SequenceCache:
+        return SequenceCache(self._config, self._layout.num_layers(group))
+
+    def _cache(self, group: int, piece: Slice) -> SequenceCache:
+        return self._pool.get(group, _id(piece), now_s=self._clock()).cache
+
+    def _queue(self, group: int) -> str:
+        return group_queue(self._layout.model_id, self._layout.layout_id, group)
+
+
+def _id(piece: Slice) -> str:
+    return piece.pending.step.request_id
+
+
+def _unix_ms() -> int:
+    return time.time_ns() // 1_000_000
