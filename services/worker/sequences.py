@@ -90,18 +90,13 @@ class SequencePool:
         for group in groups:
             self._states.pop((group, request_id), None)
 
-    def trim(self, *, now_s: float, keep: frozenset[Key] = frozenset()) -> None:
-        """Evict idle states, then the least recently used ones until the budget holds.
-
-        States whose key is in `keep` stay.
-        """
+    def trim(self, *, now_s: float) -> None:
+        """Evict idle states, then the least recently used ones until the budget holds."""
         if self._kv_pages is None:
             return
         total = self.num_bytes
         for key in list(self._states):
             state = self._states[key]
-            if key in keep:
-                continue
             if total <= self._max_bytes and now_s - state.last_used_s < self._idle_s:
                 break
             total -= state.cache.nbytes

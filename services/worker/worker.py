@@ -169,6 +169,9 @@ class Worker:
         now_s, now_unix_ms = self._clock(), _unix_ms()
         for piece in slices:
             item = piece.pending
+            if self._is_repeat(item.step):  # its twin was passed on while it waited
+                self._inbox.ack(item)
+                continue
             if 0 < item.step.deadline_unix_ms <= now_unix_ms:
                 self._fail(item, "the request's deadline has passed")
                 continue

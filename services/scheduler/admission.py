@@ -1,0 +1,112 @@
+"""Turns a request into what will run, or says why it cannot. Pure: no queue, no store, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shared.errors import RequestError
+from shared.messages import Request, SamplingParams, Step
+from shared.model.config import ModelConfig
+from shared.text.chat_template import ChatTemplate
+from shared.text.tokenizer import Tokenizer
+from shared.topology import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as the scheduler knows it."""
+
+    layout: Layout
+    config: ModelConfig
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An admitted request: P prompt tokens, and the last position that a token may take."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_position: int
+    stop_token_ids: tuple[int, ...]
+    deadline_unix_ms: int
+
+
+def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[], int]) -> Plan:
+    """Tokenise and bound a request. Raises `RequestError` naming the field and the value.
+
+    A missing seed is drawn once, here; from then on the same plan gives the same tokens.
+    """
+    if request.model and not _names_model(request.model, model.layout.model_id):
+        raise RequestError(
+            f"model {request.model!r} is not served here",
+            remedy=f"the model that is loaded is {model.layout.model_id}",
+        )
+    token_ids = _prompt_tokens(request, model)
+    limit = model.config.max_position_embeddings
+    if len(token_ids) >= limit:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens, and the model holds {limit} positions "
+            "including the answer"
+        )
+    sampling = request.sampling
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=draw_seed())
+    return Plan(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        sampling=sampling,
+        max_position=min(len(token_ids) + sampling.max_tokens, limit) - 1,
+        stop_token_ids=model.config.eos_token_ids,
+        deadline_unix_ms=request.deadline_unix_ms,
+    )
+
+
+def first_step(plan: Plan, layout: Layout, *, epoch: int) -> Step:
+    """The one message that starts a request: the whole prompt, for group 0."""
+    return Step(
+        request_id=plan.request_id,
+        model_id=layout.model_id,
+        layout_id=layout.layout_id,
+        group=0,
+        epoch=epoch,
+        position=0,
+        sample=True,
+        max_position=plan.max_position,
+        tensors={"token_ids": np.array(plan.token_ids, dtype=np.int32)},
+        sampling=plan.sampling,
+        stop_token_ids=plan.stop_token_ids,
+        deadline_unix_ms=plan.deadline_unix_ms,
+    )
+
+
+def _names_model(asked: str, model_id: str) -> bool:
+    return asked in (model_id, model_id.split("@")[0])
+
+
+def _prompt_tokens(request: Request, model: ServedModel) -> tuple[int, ...]:
+    if request.token_ids is not None:
+        vocab_size = model.config.vocab_size
+        for token_id in request.token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(f"token_ids must be in 0..{vocab_size - 1}, got {token_id}")
+        return request.token_ids
+    if request.messages is not None:
+        if model.chat_template is None:
+            raise RequestError(
+                "messages were given, but the model has no chat template",
+                remedy="send a prompt instead",
+            )
+        text = model.chat_template.render(request.messages, add_generation_prompt=True)
+        token_ids = model.tokenizer.encode(text, parse_special=True)
+    else:
+        assert request.prompt is not None, "a Request holds exactly one of its three inputs"
+        token_ids = model.tokenizer.encode(request.prompt, parse_special=False)
+    if not token_ids:
+        raise RequestError("the prompt has no tokens")
+    return tuple(token_ids)
