@@ -1,0 +1,300 @@
+"""Admits requests, starts them, and answers them when they end.
+
+Owns the request messages: each stays unacked until the request's final event is stored and its
+reply is confirmed, so a dead scheduler hands its requests to another by itself. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from services.scheduler.admission import Plan, ServedModel, first_step, plan_request
+from shared import codec
+from shared.backoff import Backoff
+from shared.broker.base import Broker, Delivery, Outgoing
+from shared.errors import CellpipeError, PermanentError, RequestError, TransientError, Unroutable
+from shared.messages import FinishReason, Reply, Request
+from shared.store.kv_pages import KvPages
+from shared.store.ledger import Ledger, LedgerRecord, RequestState
+from shared.topology import REQUESTS_QUEUE, group_queue
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of one scheduler."""
+
+    max_in_flight: int = 256
+    poll_s: float = 0.05
+    coverage_check_s: float = 1.0
+    uncovered_grace_s: float = 10.0
+    confirm_timeout_s: float = 10.0
+
+
+@dataclass(slots=True)
+class Held:
+    """A request in flight and its unacked messages (two, when a producer sent it twice)."""
+
+    started_s: float
+    deadline_unix_ms: int
+    deliveries: list[Delivery] = field(default_factory=list)
+
+
+class Scheduler:
+    """Serves the requests queue for one model.
+
+    `coverage()` gives the number of live workers of each group. `kv_pages` None is the embedded
+    mode, where nothing is left behind in a store.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ServedModel,
+        broker: Broker,
+        ledger: Ledger,
+        kv_pages: KvPages | None,
+        coverage: Callable[[], Sequence[int]],
+        draw_seed: Callable[[], int],
+        limits: SchedulerLimits = SchedulerLimits(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_answered = 0
+        self._model = model
+        self._broker = broker
+        self._ledger = ledger
+        self._kv_pages = kv_pages
+        self._coverage = coverage
+        self._draw_seed = draw_seed
+        self._limits = limits
+        self._clock = clock
+        self._backoff = Backoff(first_s=0.05, max_s=2.0)
+        self._held: dict[str, Held] = {}
+        self._next_poll_s = 0.0
+        self._next_coverage_s = 0.0
+        self._uncovered_since_s: float | None = None
+        broker.consume(REQUESTS_QUEUE, prefetch=limits.max_in_flight)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._held)
+
+    def turn(self, timeout_s: float) -> None:
+        """Admit at most one request, then answer those that have ended.
+
+        Waits at most `timeout_s`, and no longer than a poll interval while requests run.
+        """
+        if self._held:
+            timeout_s = min(timeout_s, self._limits.poll_s)
+        delivery = self._broker.take(timeout_s)
+        try:
+            if delivery is not None:
+                self._admit(delivery)
+            self._poll()
+        except TransientError as error:
+            wait_s = self._backoff.next_s()
+            log.warning("turn_failed", reason=str(error), wait_ms=round(wait_s * 1e3))
+            time.sleep(wait_s)
+            if delivery is not None and not self._holds(delivery):
+                self._broker.reject(delivery, requeue=True)
+        else:
+            self._backoff.reset()
+
+    # admission
+
+    def _admit(self, delivery: Delivery) -> None:
+        try:
+            request = codec.decode(delivery.body, delivery.content_type)
+            if not isinstance(request, Request):
+                raise RequestError(f"a {type(request).__name__} has no business in this queue")
+        except PermanentError as error:
+            log.warning("request_refused", reason=str(error), bytes=len(delivery.body))
+            self._answer_unreadable(delivery, str(error))
+            self._broker.reject(delivery, requeue=False)
+            return
+        held = self._held.get(request.request_id)
+        if held is not None:
+            held.deliveries.append(delivery)
+            return
+        record = self._ledger.get(request.request_id)
+        if record is None:
+            self._start(request, delivery)
+        else:
+            self._adopt(record, delivery)
+
+    def _start(self, request: Request, delivery: Delivery) -> None:
+        try:
+            plan = plan_request(request, self._model, draw_seed=self._draw_seed)
+        except RequestError as error:
+            self._ledger.refuse(request.request_id, _with_remedy(error))
+            log.warning("request_refused", request_id=request.request_id, reason=str(error))
+            self._hold(request.request_id, delivery, request.deadline_unix_ms)
+            return
+        self._ledger.admit(self._record(plan))
+        self._publish_start(plan)
+        self._hold(plan.request_id, delivery, plan.deadline_unix_ms)
+        log.info(
+            "request_started", request_id=plan.request_id, prompt_tokens=len(plan.token_ids)
+        )
+
+    def _adopt(self, record: LedgerRecord, delivery: Delivery) -> None:
+        """Take over a request that another scheduler, now gone, had admitted."""
+        if record.state is RequestState.RUNNING and record.num_generated == 0:
+            # Its start may never have been published. A second start is harmless: the first
+            # commit of a position wins.
+            self._publish_start(self._plan_of(record))
+        self._hold(record.request_id, delivery, record.deadline_unix_ms)
+        log.info("request_adopted", request_id=record.request_id, generated=record.num_generated)
+
+    def _publish_start(self, plan: Plan) -> None:
+        layout = self._model.layout
+        queue = group_queue(layout.model_id, layout.layout_id, 0)
+        body = codec.encode(first_step(plan, layout, epoch=0))
+        self._broker.publish([Outgoing(queue, body)]).wait(self._limits.confirm_timeout_s)
+
+    def _hold(self, request_id: str, delivery: Delivery, deadline_unix_ms: int) -> None:
+        self._held[request_id] = Held(self._clock(), deadline_unix_ms, [delivery])
+
+    def _holds(self, delivery: Delivery) -> bool:
+        return any(delivery in held.deliveries for held in self._held.values())
+
+    # the end of requests
+
+    def _poll(self) -> None:
+        now_s = self._clock()
+        if not self._held or now_s < self._next_poll_s:
+            return
+        self._next_poll_s = now_s + self._limits.poll_s
+        self._end_overdue()
+        self._end_uncovered(now_s)
+        states = self._ledger.states(list(self._held))
+        for request_id, state in states.items():
+            if state is not RequestState.RUNNING:
+                self._answer(request_id)
+
+    def _end_overdue(self) -> None:
+        now_unix_ms = time.time_ns() // 1_000_000
+        for request_id, held in self._held.items():
+            if 0 < held.deadline_unix_ms <= now_unix_ms:
+                self._ledger.finish(
+                    request_id, FinishReason.ERROR, "the request's deadline has passed"
+                )
+
+    def _end_uncovered(self, now_s: float) -> None:
+        """End what runs when a layer group has had no live worker for too long."""
+        if now_s < self._next_coverage_s:
+            return
+        self._next_coverage_s = now_s + self._limits.coverage_check_s
+        coverage = self._coverage()
+        missing = [group for group, num_workers in enumerate(coverage) if num_workers == 0]
+        if not missing:
+            self._uncovered_since_s = None
+            return
+        if self._uncovered_since_s is None:
+            self._uncovered_since_s = now_s
+        reason = (
+            f"layer group {missing[0]} of {len(coverage)} has no live worker; "
+            f"start one: cellpipe worker --group {missing[0]}"
+        )
+        for request_id, held in self._held.items():
+            since_s = max(self._uncovered_since_s, held.started_s)
+            if now_s - since_s >= self._limits.uncovered_grace_s:
+                self._ledger.finish(request_id, FinishReason.ERROR, reason)
+
+    def _answer(self, request_id: str) -> None:
+        held = self._held[request_id]
+        record = self._ledger.get(request_id)
+        if record is None:
+            raise RequestError(f"the ledger of {request_id} is gone")
+        reply = self._reply(record)
+        for delivery in held.deliveries:
+            self._send_reply(delivery, reply)
+        if self._kv_pages is not None:
+            num_positions = record.num_prompt_tokens + record.num_generated
+            self._kv_pages.delete(request_id, self._model.layout.num_groups, num_positions)
+        for delivery in held.deliveries:
+            self._broker.ack(delivery)  # the final event is stored and the reply confirmed
+        del self._held[request_id]
+        self.num_answered += 1
+        log.info(
+            "request_done",
+            request_id=request_id,
+            finish_reason=reply.finish_reason,
+            prompt_tokens=reply.num_prompt_tokens,
+            tokens=len(reply.token_ids),
+            duration_ms=round((self._clock() - held.started_s) * 1e3),
+            error=reply.error,
+        )
+
+    def _reply(self, record: LedgerRecord) -> Reply:
+        token_ids = self._ledger.tokens(record.request_id)
+        return Reply(
+            request_id=record.request_id,
+            finish_reason=record.finish_reason or FinishReason.ERROR,
+            text=self._model.tokenizer.decode(token_ids, skip_special=True),
+            token_ids=tuple(token_ids),
+            num_prompt_tokens=record.num_prompt_tokens,
+            error=record.error,
+        )
+
+    def _answer_unreadable(self, delivery: Delivery, error: str) -> None:
+        reply = Reply(
+            request_id=delivery.correlation_id[:64],
+            finish_reason=FinishReason.ERROR,
+            text="",
+            token_ids=(),
+            num_prompt_tokens=0,
+            error=error,
+        )
+        self._send_reply(delivery, reply)
+
+    def _send_reply(self, delivery: Delivery, reply: Reply) -> None:
+        if not delivery.reply_to:
+            return
+        as_json = delivery.content_type == codec.JSON
+        outgoing = Outgoing(
+            delivery.reply_to,
+            codec.encode_json(reply) if as_json else codec.encode(reply),
+            persistent=True,
+            content_type=codec.JSON if as_json else codec.MSGPACK,
+            correlation_id=delivery.correlation_id,
+        )
+        try:
+            self._broker.publish([outgoing]).wait(self._limits.confirm_timeout_s)
+        except Unroutable:
+            log.warning("reply_queue_gone", queue=delivery.reply_to, request_id=reply.request_id)
+
+    # between plan and record
+
+    def _record(self, plan: Plan) -> LedgerRecord:
+        layout = self._model.layout
+        return LedgerRecord(
+            request_id=plan.request_id,
+            model_id=layout.model_id,
+            layout_id=layout.layout_id,
+            prompt_token_ids=plan.token_ids,
+            sampling=plan.sampling,
+            max_position=plan.max_position,
+            stop_token_ids=plan.stop_token_ids,
+            deadline_unix_ms=plan.deadline_unix_ms,
+            created_unix_ms=time.time_ns() // 1_000_000,
+        )
+
+    def _plan_of(self, record: LedgerRecord) -> Plan:
+        return Plan(
+            request_id=record.request_id,
+            token_ids=record.prompt_token_ids,
+            sampling=record.sampling,
+            max_position=record.max_position,
+            stop_token_ids=record.stop_token_ids,
+            deadline_unix_ms=record.deadline_unix_ms,
+        )
+
+
+def _with_remedy(error: CellpipeError) -> str:
+    return f"{error}; {error.remedy}" if error.remedy else str(error)

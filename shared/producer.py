@@ -1,0 +1,66 @@
+"""Submits requests and follows their answers. Knows no worker, layout or kernel."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+
+from shared import codec
+from shared.broker.base import Broker, Outgoing
+from shared.errors import RequestError, TransientError
+from shared.messages import Request
+from shared.store.ledger import Event, FinalEvent, Ledger
+from shared.topology import REQUESTS_QUEUE
+
+
+def new_request_id() -> str:
+    """A fresh request id: 96 random bits in hex, behind "r-"."""
+    return f"r-{secrets.token_hex(12)}"
+
+
+class Producer:
+    """A connection of a user to a cluster, or to the embedded pipeline."""
+
+    def __init__(self, broker: Broker, ledger: Ledger) -> None:
+        self._broker = broker
+        self._ledger = ledger
+
+    def submit(self, request: Request, *, timeout_s: float = 10.0) -> None:
+        """Hand a request over; when this returns, the broker has it and it will be answered.
+
+        Raises `PublishRefused` when the queue is full, `Unroutable` when no cluster has ever
+        declared it, `ConfirmTimeout` or `BrokerUnavailable` when its fate is unknown: submitting
+        the same request_id again is then safe.
+        """
+        outgoing = Outgoing(REQUESTS_QUEUE, codec.encode(request), persistent=True)
+        self._broker.publish([outgoing]).wait(timeout_s)
+
+    def events(
+        self, request_id: str, *, after: str = "0-0", silence_s: float | None = None
+    ) -> Iterator[Event]:
+        """Yield a request's events after the event id `after`, ending with the final one.
+
+        Raises `TransientError` after `silence_s` seconds without an event.
+        """
+        heard_s = time.monotonic()
+        while True:
+            block_ms = 1000 if silence_s is None else max(1, min(1000, int(silence_s * 1000)))
+            events = self._ledger.events(request_id, after, block_ms=block_ms)
+            for event in events:
+                yield event
+                if isinstance(event, FinalEvent):
+                    return
+                after = event.event_id
+            if events:
+                heard_s = time.monotonic()
+            elif silence_s is not None and time.monotonic() - heard_s > silence_s:
+                raise TransientError(
+                    f"nothing was heard of request {request_id} for {silence_s:g} s",
+                    remedy="look at the cluster: cellpipe status",
+                )
+
+    def cancel(self, request_id: str) -> None:
+        """End a request from outside. Raises `RequestError` if it is unknown or has ended."""
+        if not self._ledger.abort(request_id):
+            raise RequestError(f"request {request_id} is unknown or has ended")
