@@ -1,0 +1,51 @@
+# Verbs of cellpipe. Everything lives in .venv and .cellpipe; `make clean` removes both.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PROMPT ?= Why is the sky blue?
+GROUPS ?= 3
+WORKERS ?= 3
+PYTEST_ARGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help run test lint up down bench docs clean
+.DEFAULT_GOAL := help
+
+help: ## show the verbs
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+$(BIN)/python:
+	@infra/venv $(PYTHON) $(VENV)
+
+$(VENV)/.run: pyproject.toml setup.py $(wildcard shared/kernel/csrc/*) shared/kernel/build.py | $(BIN)/python
+	@echo "installing cellpipe into $(VENV) (builds its kernel)"
+	@$(BIN)/pip install --quiet -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "installing the test tools into $(VENV)"
+	@$(BIN)/pip install --quiet -e '.[dev]'
+	@touch $@
+
+run: $(VENV)/.run ## pull the small real model and answer PROMPT, in one process, no servers
+	@$(BIN)/cellpipe run "$(PROMPT)"
+
+test: $(VENV)/.dev ## start private RabbitMQ and Redis on free ports, run all tests, stop them
+	@infra/run-tests $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev ## ruff, mypy strict, import-linter
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+up: $(VENV)/.dev ## private servers, the model in GROUPS groups, then the Procfile in the foreground
+	@infra/servers up
+	@$(BIN)/cellpipe load smollm2-135m --groups $(GROUPS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/honcho start -c scheduler=1,worker=$(WORKERS)
+
+down: ## stop the private servers
+	@infra/servers down
+
+clean: down ## remove the venv, the private servers' data and build products
+	@rm -rf $(VENV) .cellpipe build dist *.egg-info shared/kernel/_native*.so shared/kernel/_native.c
