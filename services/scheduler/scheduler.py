@@ -138,9 +138,7 @@ class Scheduler:
         self._ledger.admit(self._record(plan))
         self._publish_start(plan)
         self._hold(plan.request_id, delivery, plan.deadline_unix_ms)
-        log.info(
-            "request_started", request_id=plan.request_id, prompt_tokens=len(plan.token_ids)
-        )
+        log.info("request_started", request_id=plan.request_id, prompt_tokens=len(plan.token_ids))
 
     def _adopt(self, record: LedgerRecord, delivery: Delivery) -> None:
         """Take over a request that another scheduler, now gone, had admitted."""

@@ -1,0 +1,1 @@
+"""The `cellpipe` command. Only wires: parses options, opens connections, prints."""

@@ -1,0 +1,5 @@
+"""`python -m services.cli` is `cellpipe`."""
+
+from services.cli.app import main
+
+main()

@@ -1,0 +1,57 @@
+"""Finds out which cluster and which model a command is for. Opens no connection."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from shared.config import Config
+from shared.errors import ConfigError
+from shared.logs import configure_logs
+
+SERVERS_FILE = Path(".cellpipe/servers.json")
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def load_config(*, log_level: str | None = None) -> Config:
+    """Read the environment and set up logs; the first line of every command."""
+    config = Config.from_environ(os.environ)
+    configure_logs(level=log_level or config.log_level, log_format=config.log_format)
+    return config
+
+
+def with_cluster_urls(config: Config) -> Config:
+    """Fill in missing URLs from the private servers that `infra/servers up` started here.
+
+    Raises `ConfigError` when there are neither settings nor private servers.
+    """
+    if config.amqp_url and config.redis_url:
+        return config
+    try:
+        found = json.loads(SERVERS_FILE.read_text())
+        amqp_url, redis_url = str(found["amqp_url"]), str(found["redis_url"])
+    except FileNotFoundError:
+        missing = [
+            name
+            for name, value in (
+                ("CELLPIPE_AMQP_URL", config.amqp_url),
+                ("CELLPIPE_REDIS_URL", config.redis_url),
+            )
+            if not value
+        ]
+        raise ConfigError(
+            f"no cluster is known: {' and '.join(missing)} not set",
+            remedy="set them, or start private servers in this folder: infra/servers up",
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{SERVERS_FILE} cannot be read: {error}",
+            remedy="start the private servers again: infra/servers down; infra/servers up",
+        ) from error
+    return replace(
+        config,
+        amqp_url=config.amqp_url or amqp_url,
+        redis_url=config.redis_url or redis_url,
+    )

@@ -1,0 +1,111 @@
+"""Facts about the choice of the next batch: values in, values out."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.batch import Pending, Slice, plan_batch
+from shared.broker.base import Delivery
+from shared.messages import SamplingParams, Step
+
+
+def make_pending(
+    request_id: str, *, group: int = 1, position: int = 0, rows: int = 1, done: int = 0
+) -> Pending:
+    step = Step(
+        request_id=request_id,
+        model_id="m@1",
+        layout_id="even3",
+        group=group,
+        epoch=0,
+        position=position,
+        sample=True,
+        max_position=1000,
+        tensors={"hidden": np.zeros((rows, 32), np.float32)},
+        sampling=SamplingParams(seed=1),
+    )
+    delivery = Delivery("q", b"", False, "application/msgpack", "", "", tag=None)
+    return Pending(delivery, step, done=done)
+
+
+def plan(items: list[Pending], *, now_s: float = 0.0, max_rows: int = 8) -> list[Slice]:
+    return plan_batch(items, now_s=now_s, max_rows=max_rows, max_sequences=4)
+
+
+def test_decode_steps_go_before_prefill_and_prefill_fills_the_budget() -> None:
+    prefill = make_pending("long", rows=20)
+    decodes = [make_pending("a", position=5), make_pending("b", position=9)]
+
+    slices = plan([prefill, *decodes])
+
+    assert [(p.pending.step.request_id, p.num_rows) for p in slices] == [
+        ("a", 1),
+        ("b", 1),
+        ("long", 6),
+    ]
+
+
+def test_a_slice_goes_on_where_the_last_one_ended() -> None:
+    item = make_pending("long", position=100, rows=20, done=15)
+
+    (piece,) = plan([item])
+
+    assert (piece.start, piece.num_rows, piece.position) == (15, 5, 115)
+    assert piece.completes
+
+
+def test_two_steps_of_a_request_never_share_a_batch_and_the_earlier_rows_go_first() -> None:
+    later = make_pending("a", position=8, rows=8)
+    earlier = make_pending("a", position=0, rows=8)
+
+    (piece,) = plan([later, earlier], max_rows=100)
+
+    assert piece.pending is earlier
+
+
+def test_the_group_of_the_oldest_item_is_served() -> None:
+    items = [make_pending("a", group=2), make_pending("b", group=1), make_pending("c", group=2)]
+
+    slices = plan(items)
+
+    assert [p.pending.step.request_id for p in slices] == ["a", "c"]
+
+
+def test_parked_items_wait_for_their_time() -> None:
+    item = make_pending("a")
+    item.retry_at_s = 5.0
+
+    assert plan([item], now_s=4.9) == []
+    assert len(plan([item], now_s=5.0)) == 1
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcdef"),
+            st.integers(0, 2),
+            st.integers(0, 50),
+            st.integers(1, 40),
+        ),
+        max_size=12,
+    ),
+    st.integers(1, 64),
+)
+def test_every_batch_keeps_its_bounds(
+    specs: list[tuple[str, int, int, int]], max_rows: int
+) -> None:
+    items = [
+        make_pending(name, group=group, position=position, rows=rows)
+        for name, group, position, rows in specs
+    ]
+
+    slices = plan_batch(items, now_s=0.0, max_rows=max_rows, max_sequences=4)
+
+    assert bool(slices) == bool(items)
+    assert sum(piece.num_rows for piece in slices) <= max_rows
+    assert len(slices) <= 4
+    assert len({piece.pending.step.group for piece in slices}) <= 1
+    assert len({piece.pending.step.request_id for piece in slices}) == len(slices)
+    assert all(piece.num_rows >= 1 for piece in slices)
