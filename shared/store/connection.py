@@ -130,8 +130,9 @@ class Connection:
 
     def _send(self, commands: Sequence[Command | Call]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)
+        queue: Callable[..., Any] = pipeline.execute_command
         for command in commands:
-            pipeline.execute_command(*(command.command() if isinstance(command, Call) else command))
+            queue(*(command.command() if isinstance(command, Call) else command))
         return pipeline.execute(raise_on_error=False)
 
     def _load(self, calls: Sequence[Call]) -> None:
