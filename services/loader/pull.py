@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from services.loader.catalog import CatalogEntry, find_entry
+from services.loader.catalog import CatalogEntry, Source, find_entry
 from services.loader.sources import Progress, SourceFailed, fetch
 from shared.errors import ModelError
 
@@ -22,6 +22,10 @@ READ_BYTES = 1 << 20
 
 StageProgress = Callable[[str, int, int], None]
 """Called with what is going on, and its bytes done and in all."""
+
+
+Fetcher = Callable[[Source, Path, Progress], Path]
+"""Fetches one source into a folder, as `services.loader.sources.fetch` does."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
@@ -55,7 +59,13 @@ def resolve_model(
     return pull(entry, cache_dir, progress=progress)
 
 
-def pull(entry: CatalogEntry, cache_dir: Path, *, progress: StageProgress = no_progress) -> Path:
+def pull(
+    entry: CatalogEntry,
+    cache_dir: Path,
+    *,
+    progress: StageProgress = no_progress,
+    fetcher: Fetcher = fetch,
+) -> Path:
     """Put a catalog entry's file into the cache, verified, and return its path.
 
     A file that is there already is verified again, and fetched anew if it is not right. Raises
@@ -69,7 +79,7 @@ def pull(entry: CatalogEntry, cache_dir: Path, *, progress: StageProgress = no_p
             if _size(target) == entry.num_bytes and _is_whole(target, entry, progress):
                 return target
             staging.mkdir(exist_ok=True)
-            fetched = _fetch_first(entry, staging, progress)
+            fetched = _fetch_first(entry, staging, progress, fetcher)
             os.replace(fetched, target)
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
@@ -93,12 +103,14 @@ def file_sha256(path: Path, progress: Progress | None = None) -> str:
     return digest.hexdigest()
 
 
-def _fetch_first(entry: CatalogEntry, staging: Path, progress: StageProgress) -> Path:
+def _fetch_first(
+    entry: CatalogEntry, staging: Path, progress: StageProgress, fetcher: Fetcher
+) -> Path:
     """The verified file of the first source that gives it."""
     failures: list[str] = []
     for source in entry.sources:
         try:
-            fetched = fetch(source, staging, _stage(progress, str(source)))
+            fetched = fetcher(source, staging, _stage(progress, str(source)))
         except SourceFailed as error:
             failures.append(f"{source}: {error}")
             continue

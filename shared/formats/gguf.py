@@ -97,24 +97,27 @@ def _config(file: GgufFile) -> ModelConfig:
     ]
     eps = _required(file, "llama.attention.layer_norm_rms_epsilon", float)
     theta = _optional(file, "llama.rope.freq_base", float)
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=_tensor(file, "token_embd.weight").shape[0],
-        hidden_size=hidden,
-        intermediate_size=_required(file, "llama.feed_forward_length", int),
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=_optional(file, "llama.attention.head_count_kv", int) or num_heads,
-        head_dim=head_dim,
-        rms_norm_eps=eps,
-        rope_theta=10_000.0 if theta is None else theta,
-        # llama.cpp's converter permutes the rows of q and k so that pairs lie side by side.
-        rope_pairing="interleaved",
-        max_position_embeddings=_required(file, "llama.context_length", int),
-        tie_word_embeddings="output.weight" not in file.tensors,
-        bos_token_id=_optional(file, "tokenizer.ggml.bos_token_id", int),
-        eos_token_ids=tuple(dict.fromkeys(i for i in eos_ids if i is not None)),
-    )
+    try:
+        return ModelConfig(
+            architecture=architecture,
+            vocab_size=_tensor(file, "token_embd.weight").shape[0],
+            hidden_size=hidden,
+            intermediate_size=_required(file, "llama.feed_forward_length", int),
+            num_hidden_layers=num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=_optional(file, "llama.attention.head_count_kv", int) or num_heads,
+            head_dim=head_dim,
+            rms_norm_eps=eps,
+            rope_theta=10_000.0 if theta is None else theta,
+            # llama.cpp's converter permutes the rows of q and k so that pairs lie side by side.
+            rope_pairing="interleaved",
+            max_position_embeddings=_required(file, "llama.context_length", int),
+            tie_word_embeddings="output.weight" not in file.tensors,
+            bos_token_id=_optional(file, "tokenizer.ggml.bos_token_id", int),
+            eos_token_ids=tuple(dict.fromkeys(i for i in eos_ids if i is not None)),
+        )
+    except ModelError as error:  # named a field; the file and the remedy are known here
+        raise _bad(file, str(error)) from error
 
 
 def _refuse_unsupported(file: GgufFile) -> None:
