@@ -111,6 +111,7 @@ class TinyModel:
 def write_gguf(path: Path, model: TinyModel | None = None) -> Path:
     """Write a tiny model and return its path. Replaced tensors are (array, type name)."""
     model = model or TinyModel()
+    path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(str(path), model.architecture)
     for key, value in _metadata(model).items():
         _add(writer, key, value)

@@ -144,7 +144,7 @@ def build_manifest(
 def short_name(source: str) -> str:
     """A file's name as queue names and keys can carry it: [a-z0-9._-], at most 48 characters."""
     stem = PurePath(source).name.lower().removesuffix(".gguf")
-    name = re.sub(r"[^a-z0-9._-]+", "-", stem).strip("-.")
+    name = re.sub(r"[^a-z0-9._-]+", "-", stem).strip("-._")
     return name[:MAX_NAME_CHARS] or "model"
 
 
