@@ -1,0 +1,254 @@
+"""Connections to Redis by URL, and what their errors mean. Knows no key and no value.
+
+Three roles, each a URL that defaults to the first: *meta* (ledger, events, presence), *kv* (KV
+pages) and *weights* (manifests, layouts, segments). A command is sent again when its reply does not
+come, a bounded number of times with jittered back-off, so every write in this package can be
+repeated. No exception of redis-py leaves the package:
+
+    no connection, no reply in time              StoreUnavailable, naming host and port
+    OOM, MISCONF, READONLY, LOADING, any refusal StoreUnavailable, naming the reason
+    wrong password, no permission, malformed URL ConfigError
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import EqualJitterBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    MovedError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from shared.errors import ConfigError, StoreUnavailable
+from shared.store.embedded import embedded_client
+from shared.store.scripts import Script
+
+DEFAULT_PORT = 6379
+MEMORY_SCHEMES = ("memory", "fakeredis")
+_OOM = "its memory is full (OOM)"
+# redis-py has a class for some replies and cuts the code off their text.
+_REASONS_BY_CLASS: dict[type[RedisError], str] = {
+    ReadOnlyError: "it is a read-only replica (READONLY)",
+    BusyLoadingError: "it is still loading its data (LOADING)",
+    MovedError: "it is a node of a Redis Cluster (MOVED)",
+}
+_REASONS_BY_CODE = {
+    "MISCONF": "it cannot save to its disk (MISCONF)",
+    "BUSY": "it is busy with a long script (BUSY)",
+}
+
+Argument = str | bytes | memoryview | int
+Command = Sequence[Argument]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A script with its keys and arguments; stands wherever a command does."""
+
+    script: Script
+    keys: Sequence[str]
+    args: Sequence[Argument] = ()
+
+    def command(self) -> Command:
+        return ("EVALSHA", self.script.sha1, len(self.keys), *self.keys, *self.args)
+
+
+class StoreFull(StoreUnavailable):
+    """The server refuses writes because its memory is full."""
+
+
+class Connection:
+    """One Redis server. May be used from any thread. Replies are those of RESP2: bytes, int, list.
+
+    `name` is host:port, without user and password.
+    """
+
+    def __init__(self, client: redis.Redis, name: str, timeout_s: float) -> None:
+        # redis-py's conversions differ between its versions; the protocol's replies do not.
+        client.response_callbacks.clear()
+        self._client = client
+        self._execute: Callable[..., Any] = client.execute_command
+        self.name = name
+        self.timeout_s = timeout_s
+
+    def run(self, command: Command | Call) -> Any:
+        """The reply to one command."""
+        with self._errors():
+            if isinstance(command, Call):
+                try:
+                    return self._execute(*command.command())
+                except NoScriptError:
+                    self._load((command,))
+                    return self._execute(*command.command())
+            return self._execute(*command)
+
+    def run_all(self, commands: Sequence[Command | Call], *, keep_full: bool = False) -> list[Any]:
+        """The replies to commands sent in one round trip. They are not one transaction.
+
+        Raises the first error; with `keep_full` a refusal for want of memory is returned in place
+        of its reply as `StoreFull`.
+        """
+        if not commands:
+            return []
+        with self._errors():
+            replies = self._send(commands)
+            if any(isinstance(reply, NoScriptError) for reply in replies):
+                self._load([c for c in commands if isinstance(c, Call)])
+                replies = self._send(commands)
+            for number, reply in enumerate(replies):
+                if not isinstance(reply, Exception):
+                    continue
+                if keep_full and isinstance(reply, OutOfMemoryError):
+                    replies[number] = StoreFull(f"Redis at {self.name}: {_OOM}")
+                else:
+                    raise reply
+            return replies
+
+    def ping(self) -> None:
+        """Raise `StoreUnavailable` unless the server answers."""
+        self.run(("PING",))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _send(self, commands: Sequence[Command | Call]) -> list[Any]:
+        pipeline = self._client.pipeline(transaction=False)
+        queue: Callable[..., Any] = pipeline.execute_command
+        for command in commands:
+            queue(*(command.command() if isinstance(command, Call) else command))
+        return pipeline.execute(raise_on_error=False)
+
+    def _load(self, calls: Sequence[Call]) -> None:
+        for source in {call.script.source for call in calls}:
+            self._execute("SCRIPT LOAD", source)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RedisError as error:
+            self._raise(error)
+
+    def _raise(self, error: RedisError) -> NoReturn:
+        if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
+            raise ConfigError(
+                f"Redis at {self.name} refuses us: {error}",
+                remedy="check user and password in the Redis URL",
+            ) from error
+        if isinstance(error, OutOfMemoryError):
+            raise StoreFull(
+                f"Redis at {self.name}: {_OOM}",
+                remedy="raise its maxmemory, or admit fewer requests",
+            ) from error
+        if isinstance(error, RedisTimeoutError):
+            raise StoreUnavailable(
+                f"no answer from Redis at {self.name} within {self.timeout_s:g} s"
+            ) from error
+        text = str(error)
+        reason = _REASONS_BY_CLASS.get(type(error)) or _REASONS_BY_CODE.get(text.split(" ")[0])
+        if reason is not None:
+            raise StoreUnavailable(f"Redis at {self.name}: {reason}") from error
+        if isinstance(error, ResponseError):
+            raise StoreUnavailable(f"Redis at {self.name} refuses: {text:.300}") from error
+        if isinstance(error, RedisConnectionError):
+            raise StoreUnavailable(
+                f"no connection to Redis at {self.name}: {text:.300}",
+                remedy="check that the server runs and that the Redis URL is right",
+            ) from error
+        raise StoreUnavailable(f"Redis at {self.name}: {text:.300}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The three roles; two may be the same connection."""
+
+    meta: Connection
+    kv: Connection
+    weights: Connection
+
+    def ping(self) -> None:
+        """Raise `StoreUnavailable` unless every server answers."""
+        for connection in {self.meta, self.kv, self.weights}:
+            connection.ping()
+
+    def close(self) -> None:
+        for connection in {self.meta, self.kv, self.weights}:
+            connection.close()
+
+
+def connect(
+    meta_url: str,
+    kv_url: str | None = None,
+    weights_url: str | None = None,
+    *,
+    timeout_s: float = 5.0,
+    max_retries: int = 3,
+) -> Stores:
+    """Connections to the given URLs; equal URLs share one. Nothing is sent yet: see `Stores.ping`.
+
+    URLs are redis://[user:password@]host[:port][/db], rediss:// for TLS, or memory:// for a server
+    inside this process. Raises `ConfigError` for anything else.
+    """
+    connections: dict[str, Connection] = {}
+    roles = {"meta": meta_url, "kv": kv_url or meta_url, "weights": weights_url or meta_url}
+    for role, url in roles.items():
+        if url not in connections:
+            connections[url] = _connect_one(role, url, timeout_s, max_retries)
+    return Stores(**{role: connections[url] for role, url in roles.items()})
+
+
+def _connect_one(role: str, url: str, timeout_s: float, max_retries: int) -> Connection:
+    def refuse(reason: str) -> ConfigError:
+        # The URL itself may hold a password.
+        return ConfigError(
+            f"the {role} Redis URL {_without_password(url)!r} {reason}",
+            remedy="write it as redis://[user:password@]host[:port][/db]",
+        )
+
+    try:
+        parts = urlsplit(url)
+        port = parts.port or DEFAULT_PORT
+    except ValueError as error:
+        raise refuse(f"is malformed: {error}") from None
+    if parts.scheme in MEMORY_SCHEMES:
+        return Connection(embedded_client(), "memory", timeout_s)
+    if parts.scheme not in ("redis", "rediss"):
+        raise refuse("must start with redis://, rediss:// or memory://")
+    if not parts.hostname:
+        raise refuse("names no host")
+    if not (database := parts.path.strip("/") or "0").isdecimal():
+        raise refuse("must end in a database number")
+    if parts.query or parts.fragment:
+        raise refuse("has options, which are not supported")
+    client = redis.Redis.from_url(
+        f"{url.removesuffix(parts.path)}/{database}",
+        protocol=2,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        socket_keepalive=True,
+        # 50 ms to 1 s: a restarting Redis is back within three, and threads do not come in step.
+        retry=Retry(EqualJitterBackoff(cap=1.0, base=0.05), max_retries),
+    )
+    return Connection(client, f"{parts.hostname}:{port}", timeout_s)
+
+
+def _without_password(url: str) -> str:
+    scheme, separator, rest = url.rpartition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

@@ -1,0 +1,198 @@
+"""Pages of keys and values: what a layer group remembers of a request. Knows no attention.
+
+A row holds the keys and values of one position in all layers of a group; a page holds 16 rows,
+position-major, in one Redis string. Rows of a request in a group are contiguous from position 0:
+a write that would leave a gap is refused, and a read of what is not there is an error. Neither
+ever yields zeros. Rows are a function of the tokens alone, so writing them again is harmless.
+
+A Redis string of a page is best below 1 MiB (64 KiB rows) and at most 8 MiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.errors import ConfigError, KvMissing
+from shared.store import keys
+from shared.store.connection import Call, Command, Connection
+from shared.store.scripts import load_script
+
+PAGE_ROWS = 16
+MAX_PAGE_BYTES = 8 << 20
+# A long request would outlive its first pages; refreshing them all at every 16th page costs half
+# a command a token at 2,048 positions.
+_REFRESH_PAGES = 16
+_DELETE_KEYS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class KvRows:
+    """Rows to write: n * row_bytes bytes for positions position..position+n-1 of one group."""
+
+    request_id: str
+    group: int
+    position: int
+    rows: bytes | bytearray | memoryview
+
+
+class KvPages:
+    """The pages of one layout. `row_bytes[g]` is the size of one row in group g.
+
+    Raises `ConfigError` for a group whose page would be over 8 MiB, and `StoreUnavailable` when
+    the store does not answer or is full. Pages vanish `ttl_s` after the last write to them or, for
+    a request that goes on, after its last 256 positions.
+    """
+
+    def __init__(
+        self, kv: Connection, layout_id: str, row_bytes: Sequence[int], *, ttl_s: float = 3_600
+    ) -> None:
+        for group, size in enumerate(row_bytes):
+            if not 0 < size * PAGE_ROWS <= MAX_PAGE_BYTES:
+                raise ConfigError(
+                    f"group {group} of layout {layout_id} has KV rows of {size} bytes; "
+                    f"a page of {PAGE_ROWS} must be in 1..{MAX_PAGE_BYTES} bytes",
+                    remedy="cut the model into more groups: cellpipe load MODEL --groups N",
+                )
+        self._kv = kv
+        self._layout_id = layout_id
+        self._row_bytes = tuple(row_bytes)
+        self._ttl_ms = round(ttl_s * 1000)
+
+    def write(
+        self, request_id: str, group: int, position: int, rows: bytes | bytearray | memoryview
+    ) -> None:
+        """Write consecutive rows. Raises `KvMissing` when rows before `position` are missing."""
+        if problem := self.write_all([KvRows(request_id, group, position, rows)])[0]:
+            raise problem
+
+    def write_all(self, writes: Sequence[KvRows]) -> list[KvMissing | None]:
+        """Write the rows of a batch in one round trip; what went wrong, one for each of `writes`.
+
+        Raises `ValueError` for rows that are not a whole, positive number of rows.
+        """
+        replies = self._kv.run_all([self._write_call(write) for write in writes])
+        touches = [touch for write in writes for touch in self._refresh(write)]
+        self._kv.run_all(touches)
+        return [
+            None
+            if reply
+            else KvMissing(
+                f"request {w.request_id}: group {w.group} has no rows right before "
+                f"position {w.position}"
+            )
+            for w, reply in zip(writes, replies, strict=True)
+        ]
+
+    def read(self, request_id: str, group: int, start: int, stop: int) -> bytes:
+        """The (stop-start) * row_bytes bytes of positions start..stop-1.
+
+        Raises `KvMissing` unless all of them are there.
+        """
+        size = self._row_bytes[group]
+        commands: list[Command] = []
+        for page in range(start // PAGE_ROWS, -(-stop // PAGE_ROWS)):
+            first = max(start - page * PAGE_ROWS, 0)
+            end = min(stop - page * PAGE_ROWS, PAGE_ROWS)
+            key = self._key(request_id, group, page)
+            commands.append(("GETRANGE", key, first * size, end * size - 1))
+        rows = b"".join(self._kv.run_all(commands))
+        # Only the last page can be short without a gap, so the sum tells all.
+        if len(rows) != (stop - start) * size:
+            raise KvMissing(
+                f"request {request_id}: group {group} holds {len(rows) // size} of the rows "
+                f"of positions {start}..{stop - 1}"
+            )
+        return rows
+
+    def num_rows(self, request_id: str, group: int) -> int:
+        """How many rows there are from position 0 without a gap."""
+        num_rows = 0
+        while True:
+            found = self._count(request_id, (group,), num_rows // PAGE_ROWS, 64)[0]
+            num_rows += found
+            if found < 64 * PAGE_ROWS:
+                return num_rows
+
+    def rows_by_group(self, request_id: str, num_positions: int) -> list[int]:
+        """`num_rows` of every group, counted up to `num_positions`, in one round trip.
+
+        Their minimum is where a re-drive starts.
+        """
+        num_pages = -(-num_positions // PAGE_ROWS)
+        counts = self._count(request_id, range(len(self._row_bytes)), 0, num_pages)
+        return [min(count, num_positions) for count in counts]
+
+    def delete(self, request_id: str, num_groups: int, num_positions: int) -> None:
+        """Drop the pages of positions 0..num_positions-1 in groups 0..num_groups-1."""
+        pages = [
+            self._key(request_id, group, page)
+            for group in range(num_groups)
+            for page in range(-(-num_positions // PAGE_ROWS))
+        ]
+        self._kv.run_all(
+            [
+                ("UNLINK", *pages[first : first + _DELETE_KEYS])
+                for first in range(0, len(pages), _DELETE_KEYS)
+            ]
+        )
+
+    def _key(self, request_id: str, group: int, page: int) -> str:
+        return keys.kv_page(request_id, self._layout_id, group, page)
+
+    def _write_call(self, write: KvRows) -> Call:
+        size = self._row_bytes[write.group]
+        num_bytes = memoryview(write.rows).nbytes
+        num_rows, rest = divmod(num_bytes, size)
+        if rest or not num_rows:
+            raise ValueError(
+                f"rows of group {write.group} must be a multiple of {size} bytes, got {num_bytes}"
+            )
+        first, row = divmod(write.position, PAGE_ROWS)
+        last = (write.position + num_rows - 1) // PAGE_ROWS
+        needs_page_before = row == 0 and first > 0
+        pages = range(first - needs_page_before, last + 1)
+        return Call(
+            load_script("kv_write"),
+            [self._key(write.request_id, write.group, page) for page in pages],
+            (
+                PAGE_ROWS * size,
+                row * size,
+                self._ttl_ms,
+                int(needs_page_before),
+                bytes(write.rows),
+            ),
+        )
+
+    def _refresh(self, write: KvRows) -> list[Command]:
+        """PEXPIRE for all earlier pages when the rows begin a page whose number says so."""
+        num_rows = memoryview(write.rows).nbytes // self._row_bytes[write.group]
+        first = -(-write.position // PAGE_ROWS)
+        last = (write.position + num_rows - 1) // PAGE_ROWS
+        if not any(page and page % _REFRESH_PAGES == 0 for page in range(first, last + 1)):
+            return []
+        return [
+            ("PEXPIRE", self._key(write.request_id, write.group, page), self._ttl_ms)
+            for page in range(first)
+        ]
+
+    def _count(
+        self, request_id: str, groups: Sequence[int], first_page: int, num_pages: int
+    ) -> list[int]:
+        lengths = self._kv.run_all(
+            [
+                ("STRLEN", self._key(request_id, group, first_page + page))
+                for group in groups
+                for page in range(num_pages)
+            ]
+        )
+        counts = []
+        for number, group in enumerate(groups):
+            count = 0
+            for length in lengths[number * num_pages : (number + 1) * num_pages]:
+                rows = min(length // self._row_bytes[group], PAGE_ROWS)
+                count += rows
+                if rows < PAGE_ROWS:
+                    break
+            counts.append(count)
+        return counts

@@ -1,0 +1,8 @@
+-- Write a request's record unless it has one. Returns 1 when written, 0 when it exists.
+-- KEYS: ledger. ARGV: time to live in ms, then field, value, ...
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  return 0
+end
+redis.call('HSET', KEYS[1], unpack(ARGV, 2))
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+return 1

@@ -1,0 +1,120 @@
+"""What the ledger holds and answers, as values. Knows no key and no connection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.messages import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRecord:
+    """What is remembered of a request.
+
+    P prompt length. `sampling.seed` is given: a repeat draws the same tokens. `max_position` is the
+    last position that a generated token may take. `committed_position` is that of the last token
+    that is known, P-1 until the first is generated (-1 stands for that in a new record).
+    `finish_reason` None means that it still runs. `deadline_unix_ms` 0 means none.
+    """
+
+    request_id: str
+    model_id: str
+    layout_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_position: int
+    stop_token_ids: tuple[int, ...] = ()
+    epoch: int = 0
+    created_unix_ms: int = 0
+    deadline_unix_ms: int = 0
+    committed_position: int = -1
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return max(0, self.committed_position + 1 - self.num_prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """How far a request has come."""
+
+    epoch: int
+    committed_position: int
+    finish_reason: FinishReason | None
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The token is in the ledger, by this call."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlreadyCommitted:
+    """This position was committed before; `token_id` is the token that won."""
+
+    token_id: int
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """Later positions are committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """An earlier position is not committed yet; the last one that is."""
+
+    committed_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """The request has moved to another epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request has ended."""
+
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """The ledger has no such request."""
+
+
+CommitResult = Committed | AlreadyCommitted | Stale | Gap | Fenced | Finished | Unknown
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A generated token. `event_id` orders the events of a request and resumes their reading."""
+
+    event_id: str
+    position: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinalEvent:
+    """The end of a request, its last event."""
+
+    event_id: str
+    finish_reason: FinishReason
+    error: str
+    num_prompt_tokens: int
+    num_generated: int
+
+
+Event = TokenEvent | FinalEvent

@@ -1,0 +1,93 @@
+"""What workers and schedulers tell of themselves, as values with a JSON form. Knows no store."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any, Self
+
+from shared.errors import DecodeError
+
+
+class WorkerState(StrEnum):
+    """What a worker is doing."""
+
+    LOADING = "loading"  # reads its shards; takes no work yet
+    SERVING = "serving"
+    DRAINING = "draining"  # finishes what it has and leaves
+
+
+class _Presence:
+    """JSON for flat dataclasses of int, str, WorkerState and tuple[int, ...]."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Unknown keys are ignored, missing ones take their defaults.
+
+        Raises `DecodeError` naming the key of a value of another type, or a missing key.
+        """
+        try:
+            raw = json.loads(text)
+        except ValueError as error:
+            raise DecodeError(f"a presence entry is not JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise DecodeError(f"a presence entry must be a map, got {type(raw).__name__}")
+        known = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]
+        values = {name: _checked(name, known[name], raw[name]) for name in raw if name in known}
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise DecodeError(f"a presence entry is incomplete: {error}") from error
+
+
+def _checked(name: str, kind: Any, value: Any) -> Any:
+    match kind:
+        case "int" if type(value) is int:
+            return value
+        case "str" if type(value) is str:
+            return value
+        case "tuple[int, ...]" if type(value) is list and all(type(v) is int for v in value):
+            return tuple(value)
+        case "WorkerState" if type(value) is str and value in list(WorkerState):
+            return WorkerState(value)
+    raise DecodeError(f"presence {name} must be {kind}, got {value!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo(_Presence):
+    """A worker as it last told of itself.
+
+    `groups` is what it holds of the layout; the store fills it in from the claims. `memory_bytes`
+    is its budget, 0 for none. `num_steps` counts the steps it has computed.
+    """
+
+    worker_id: str
+    groups: tuple[int, ...] = ()
+    state: WorkerState = WorkerState.LOADING
+    host: str = ""
+    pid: int = 0
+    rss_bytes: int = 0
+    peak_rss_bytes: int = 0
+    shard_bytes: int = 0
+    memory_bytes: int = 0
+    num_steps: int = 0
+    last_step_unix_ms: int = 0
+    started_unix_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerInfo(_Presence):
+    """A scheduler as it last told of itself. `num_requests` is how many it holds."""
+
+    scheduler_id: str
+    host: str = ""
+    pid: int = 0
+    rss_bytes: int = 0
+    num_requests: int = 0
+    started_unix_ms: int = 0
