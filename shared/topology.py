@@ -96,6 +96,20 @@ def even_layout(model_id: str, num_hidden_layers: int, num_groups: int) -> Layou
     return Layout(f"even{num_groups}", model_id, tuple(bounds))
 
 
+def group_shards(layout: Layout, group: int, *, tied: bool) -> tuple[str, ...]:
+    """Names of the shards that a worker needs for a group, in the order of the forward pass.
+
+    `tied` says that the head uses the embedding (`tie_word_embeddings`).
+    """
+    first, end = layout.bounds[group]
+    names = ["embedding"] if group == 0 else []
+    names += ["rope", *(f"layer.{index}" for index in range(first, end))]
+    if group == layout.last_group:
+        names += ["embedding"] if tied and group != 0 else []
+        names.append("head")
+    return tuple(names)
+
+
 def group_queue(model_id: str, layout_id: str, group: int) -> str:
     """Name of the queue that every worker of a layer group shares."""
     return f"cellpipe.{QUEUE_SCHEMA}.{model_id}.{layout_id}.g{group}"

@@ -1,0 +1,173 @@
+"""A packed model on disk: packs a model file once, then maps its shards. Knows no store.
+
+A packing lies in a folder named by what went into it, and appears there by one rename when it is
+whole. A shard file's length is checked when it is opened; its content when it is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from services.loader.packer import PackOptions, build_manifest, pack_shards, short_name
+from services.loader.pull import StageProgress, file_sha256, no_progress
+from shared.errors import ModelError, ShardError
+from shared.formats.gguf import read_gguf
+from shared.manifest import MAX_SEGMENT_BYTES, Manifest, ShardEntry
+
+# Part of a packing's key: raise it whenever the same file would give other bytes than before.
+PACKING_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+PACKED_FOLDER = "packed"
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class PackedModel:
+    """The shards of one model, mapped from files."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `ModelError` when the folder holds no whole packing."""
+        self.folder = folder
+        try:
+            self.manifest = Manifest.from_json((folder / MANIFEST_FILE).read_bytes())
+        except OSError as error:
+            raise ModelError(f"{folder} holds no packed model: {error}") from error
+
+    def read_shard(self, name: str, *, verify: bool = False) -> Bytes:
+        """A shard's bytes, uint8, read-only, page aligned, not copied.
+
+        Raises `ShardError` when the file is missing or has another length than the manifest says,
+        and with `verify` when a segment fails its SHA-256.
+        """
+        entry = self.manifest.shard(name)
+        path = self.folder / f"{name}.shard"
+        try:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise _damaged(self.folder, name, str(error)) from error
+        data = np.frombuffer(mapped, dtype=np.uint8)
+        if len(data) != entry.num_bytes:
+            raise _damaged(self.folder, name, f"{len(data)} bytes, not {entry.num_bytes}")
+        if verify:
+            self._verify(entry, data)
+        return data
+
+    def read_segment(self, name: str, index: int) -> Bytes:
+        """One segment of a shard, as it travels."""
+        start = index * MAX_SEGMENT_BYTES
+        return self.read_shard(name)[start : start + MAX_SEGMENT_BYTES]
+
+    def verify(self) -> None:
+        """Check every segment of every shard. Raises `ShardError` naming the first bad one."""
+        for entry in self.manifest.shards:
+            self.read_shard(entry.name, verify=True)
+
+    def _verify(self, entry: ShardEntry, data: Bytes) -> None:
+        for index, segment in enumerate(entry.segments):
+            start = index * MAX_SEGMENT_BYTES
+            piece = data[start : start + segment.num_bytes]
+            if hashlib.sha256(piece.data).hexdigest() != segment.sha256:
+                raise _damaged(self.folder, entry.name, f"segment {index} fails its SHA-256")
+
+
+def open_packed(
+    model_file: Path,
+    cache_dir: Path,
+    *,
+    options: PackOptions | None = None,
+    progress: StageProgress = no_progress,
+) -> PackedModel:
+    """The packed form of a model file: from the cache, or packed into it now.
+
+    Raises `ModelError` when the file cannot be used or the cache not be written.
+    """
+    options = options or PackOptions()
+    folder = cache_dir / PACKED_FOLDER / _key(model_file, options)
+    if (folder / MANIFEST_FILE).is_file():
+        packed = PackedModel(folder)
+        if _is_complete(packed):
+            return packed
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".packing-", dir=folder.parent))
+        try:
+            _pack_into(staging, model_file, options, progress)
+            _publish(staging, folder)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        raise ModelError(
+            f"{model_file.name} cannot be packed into {folder.parent}: {error}",
+            remedy="free some space, or set CELLPIPE_CACHE_DIR to a folder that can be written",
+        ) from error
+    return PackedModel(folder)
+
+
+def _pack_into(
+    folder: Path, model_file: Path, options: PackOptions, progress: StageProgress
+) -> None:
+    description = read_gguf(model_file)
+    source_sha256 = file_sha256(model_file)
+    num_shards = description.config.num_hidden_layers + 4  # tokenizer, rope, embedding, head
+    entries: list[ShardEntry] = []
+    progress("pack", 0, num_shards)
+    for shard in pack_shards(description, options):
+        (folder / f"{shard.entry.name}.shard").write_bytes(shard.data.data)
+        entries.append(shard.entry)
+        progress("pack", len(entries), num_shards)
+    manifest = build_manifest(description, options, entries, source_sha256=source_sha256)
+    (folder / MANIFEST_FILE).write_text(manifest.to_json())
+
+
+def _publish(staging: Path, folder: Path) -> None:
+    """Give the finished packing its name. If another process was first, its packing is the same."""
+    try:
+        staging.rename(folder)
+    except OSError:
+        if not (folder / MANIFEST_FILE).is_file():
+            raise
+
+
+def _is_complete(packed: PackedModel) -> bool:
+    try:
+        return all(
+            (packed.folder / f"{entry.name}.shard").stat().st_size == entry.num_bytes
+            for entry in packed.manifest.shards
+        )
+    except OSError:
+        return False
+
+
+def _key(model_file: Path, options: PackOptions) -> str:
+    """Names a packing by its input: which file, as it is now, and the options."""
+    try:
+        status = model_file.stat()
+    except OSError as error:
+        raise ModelError(f"{model_file} cannot be read: {error}") from error
+    parts = [
+        PACKING_VERSION,
+        str(model_file.resolve()),
+        status.st_size,
+        status.st_mtime_ns,
+        options.max_context,
+        options.local_store_bytes,
+    ]
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return f"{short_name(model_file.name)}-{digest[:16]}"
+
+
+def _damaged(folder: Path, shard: str, why: str) -> ShardError:
+    return ShardError(
+        f"shard {shard} of the packed model in {folder} is damaged: {why}",
+        remedy=f"delete {folder}; it is made again",
+    )

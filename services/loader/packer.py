@@ -1,0 +1,243 @@
+"""Turns a model description into shards in the kernel's chunk layout. Knows no file and no store.
+
+One shard is in memory at a time. docs/arithmetic.md draws the chunks; `shared.manifest` says what
+shards and segments are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.errors import ConfigError
+from shared.formats.description import (
+    EMBEDDING_TENSOR,
+    FINAL_NORM_TENSOR,
+    HEAD_TENSOR,
+    LAYER_TENSORS,
+    Int4Blocks,
+    Int8Blocks,
+    ModelDescription,
+    TensorView,
+    layer_tensor,
+)
+from shared.kernel.chunks import (
+    CHUNK_ALIGN,
+    DEFAULT_LOCAL_STORE_BYTES,
+    align_up,
+    aligned_zeros,
+    choose_chunk_rows,
+    matrix_bytes,
+    num_chunks,
+)
+from shared.manifest import (
+    MAX_SEGMENT_BYTES,
+    Manifest,
+    SegmentEntry,
+    ShardEntry,
+    ShardKind,
+    TensorEntry,
+    TensorKind,
+)
+from shared.model.config import ModelConfig
+from shared.quant.pack import pack_int4, pack_int8
+from shared.text.document import write_text_document
+from shared.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_CONTEXT = 32_768
+MAX_NAME_CHARS = 48
+DIGEST_CHARS = 12
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class PackOptions:
+    """What changes a packed model's bytes beside the model itself.
+
+    `max_context` bounds the positions of the rope shard, `local_store_bytes` the chunks.
+    """
+
+    max_context: int = DEFAULT_MAX_CONTEXT
+    local_store_bytes: int = DEFAULT_LOCAL_STORE_BYTES
+
+    def __post_init__(self) -> None:
+        if self.max_context < 1:
+            raise ConfigError(f"max_context must be positive, got {self.max_context}")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShard:
+    """A shard's bytes, uint8, aligned to 64, and its line in the manifest."""
+
+    entry: ShardEntry
+    data: Bytes
+
+
+def packed_config(config: ModelConfig, options: PackOptions) -> ModelConfig:
+    """The config as the manifest carries it: with as many positions as the rope shard has."""
+    positions = min(config.max_position_embeddings, options.max_context)
+    return replace(config, max_position_embeddings=positions)
+
+
+def pack_shards(
+    description: ModelDescription, options: PackOptions | None = None
+) -> Iterator[PackedShard]:
+    """Every shard of a model, in the order of the forward pass, one in memory at a time.
+
+    Raises `ModelError` for numbers that are not finite or a tokenizer that is not supported, and
+    `ConfigError` for a local store that is too small for 16 rows.
+    """
+    options = options or PackOptions()
+    config = packed_config(description.config, options)
+    tensors = description.tensors
+    text = write_text_document(
+        Tokenizer.from_vocabulary(description.vocabulary), description.chat_template
+    )
+    yield _shard("tokenizer", ShardKind.TOKENIZER, 0, np.frombuffer(text, np.uint8), ())
+    yield _rope_shard(config)
+    yield _tensor_shard(
+        "embedding",
+        ShardKind.EMBEDDING,
+        0,
+        {EMBEDDING_TENSOR: tensors[EMBEDDING_TENSOR]},
+        options,
+    )
+    for index in range(config.num_hidden_layers):
+        views = {name: tensors[layer_tensor(index, name)] for name in LAYER_TENSORS}
+        yield _tensor_shard(f"layer.{index}", ShardKind.LAYER, index, views, options)
+    names = (FINAL_NORM_TENSOR, HEAD_TENSOR)
+    views = {name: tensors[name] for name in names if name in tensors}
+    yield _tensor_shard("head", ShardKind.HEAD, 0, views, options)
+
+
+def build_manifest(
+    description: ModelDescription,
+    options: PackOptions,
+    shards: Sequence[ShardEntry],
+    *,
+    source_sha256: str,
+) -> Manifest:
+    """The manifest over packed shards. Its id is the file's name and a digest over the config and
+    all that the shards hold."""
+    config = packed_config(description.config, options).to_dict()
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for shard in shards:
+        digest.update(shard.name.encode())
+        for tensor in shard.tensors:
+            digest.update(repr((tensor.name, tensor.kind.value, tensor.offset)).encode())
+            digest.update(repr((tensor.rows, tensor.cols, tensor.chunk_rows)).encode())
+        for segment in shard.segments:
+            digest.update(bytes.fromhex(segment.sha256))
+    model_id = f"{short_name(description.source)}@{digest.hexdigest()[:DIGEST_CHARS]}"
+    return Manifest(model_id, config, tuple(shards), description.source, source_sha256)
+
+
+def short_name(source: str) -> str:
+    """A file's name as queue names and keys can carry it: [a-z0-9._-], at most 48 characters."""
+    stem = PurePath(source).name.lower().removesuffix(".gguf")
+    name = re.sub(r"[^a-z0-9._-]+", "-", stem).strip("-._")
+    return name[:MAX_NAME_CHARS] or "model"
+
+
+def rope_tables(
+    config: ModelConfig,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """cos and sin, float32 (positions, head_dim/2): made in binary64, then rounded.
+
+    Angle of pair i at position p: p * rope_theta ** (-2i / head_dim) (RoFormer, 3.2.2).
+    """
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    inverse = np.float64(config.rope_theta) ** -exponents
+    positions = np.arange(config.max_position_embeddings, dtype=np.float64)
+    angles = np.outer(positions, inverse)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _rope_shard(config: ModelConfig) -> PackedShard:
+    tables = dict(zip(("cos", "sin"), rope_tables(config), strict=True))
+    entries: list[TensorEntry] = []
+    end = 0
+    for name, table in tables.items():
+        rows, cols = table.shape
+        offset = align_up(end, CHUNK_ALIGN)
+        entries.append(TensorEntry(name, TensorKind.F32, rows, cols, offset, table.nbytes))
+        end = offset + table.nbytes
+    data = aligned_zeros(align_up(end, CHUNK_ALIGN))
+    for entry in entries:
+        _place(data, entry, tables[entry.name].astype("<f4").view(np.uint8).reshape(-1))
+    return _shard("rope", ShardKind.ROPE, 0, data, tuple(entries))
+
+
+def _tensor_shard(
+    name: str, kind: ShardKind, index: int, views: dict[str, TensorView], options: PackOptions
+) -> PackedShard:
+    entries: list[TensorEntry] = []
+    end = 0
+    for short, view in views.items():
+        entry = tensor_entry(short, view, align_up(end, CHUNK_ALIGN), options)
+        entries.append(entry)
+        end = entry.offset + entry.num_bytes
+    data = aligned_zeros(align_up(end, CHUNK_ALIGN))
+    for entry in entries:
+        _place(data, entry, _packed_bytes(views[entry.name], entry.chunk_rows))
+    return _shard(name, kind, index, data, tuple(entries))
+
+
+def tensor_entry(name: str, view: TensorView, offset: int, options: PackOptions) -> TensorEntry:
+    """The line of a tensor in its shard, from its shape alone."""
+    rows, cols = view.rows, view.cols
+    match view.kind:
+        case TensorKind.F32:
+            return TensorEntry(name, view.kind, rows, cols, offset, 4 * rows * cols)
+        case TensorKind.INT4 | TensorKind.INT8:
+            kind = view.kind.value
+            chunk_rows = choose_chunk_rows(
+                kind, rows, cols, local_store_bytes=options.local_store_bytes
+            )
+            return TensorEntry(
+                name,
+                view.kind,
+                rows,
+                cols,
+                offset,
+                matrix_bytes(kind, rows, cols, chunk_rows),
+                chunk_rows,
+                num_chunks(rows, chunk_rows),
+            )
+        case _:
+            assert_never(view.kind)
+
+
+def _packed_bytes(view: TensorView, chunk_rows: int) -> Bytes:
+    match view.read():
+        case Int4Blocks(scale, minimum, nibbles):
+            return pack_int4(scale, minimum, nibbles, chunk_rows)
+        case Int8Blocks(scale, q):
+            return pack_int8(scale, q, chunk_rows)
+        case values:
+            return values.astype("<f4").view(np.uint8).reshape(-1)
+
+
+def _place(data: Bytes, entry: TensorEntry, packed: Bytes) -> None:
+    assert packed.nbytes == entry.num_bytes, (entry, packed.nbytes)
+    data[entry.offset : entry.offset + entry.num_bytes] = packed
+
+
+def _shard(
+    name: str, kind: ShardKind, index: int, data: Bytes, tensors: tuple[TensorEntry, ...]
+) -> PackedShard:
+    segments = tuple(
+        SegmentEntry(len(piece), hashlib.sha256(piece.data).hexdigest())
+        for start in range(0, len(data), MAX_SEGMENT_BYTES)
+        for piece in (data[start : start + MAX_SEGMENT_BYTES],)
+    )
+    return PackedShard(ShardEntry(name, kind, index, len(data), segments, tensors), data)

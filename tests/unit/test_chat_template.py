@@ -1,0 +1,77 @@
+"""Chat templates: what they print, and that foreign ones cannot do harm."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.errors import ModelError, RequestError
+from shared.messages import ChatMessage
+from shared.text.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
+from tests.gguf_files import CHAT_TEMPLATE
+
+HELLO = (ChatMessage("user", "Hello"),)
+
+
+def test_turns_are_printed_in_order_and_the_answer_is_opened() -> None:
+    template = ChatTemplate(CHAT_TEMPLATE)
+    messages = (ChatMessage("system", "Be brief."), *HELLO)
+
+    assert template.render(messages) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert template.render(HELLO, add_generation_prompt=False) == (
+        "<|im_start|>user\nHello<|im_end|>\n"
+    )
+
+
+def test_blocks_are_trimmed_as_hugging_face_does() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}\n    {% if true %}\nx\n{% endif %}{% endfor %}"
+    )
+
+    assert template.render(HELLO) == "x\n"
+
+
+def test_token_names_and_tojson_are_there() -> None:
+    template = ChatTemplate("{{ bos_token }}{{ messages | tojson }}", bos_token="<s>")
+
+    assert template.render((ChatMessage("user", "<é>"),)) == (
+        '<s>[{"role": "user", "content": "<é>"}]'
+    )
+
+
+def test_what_a_template_refuses_is_the_requests_error() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
+
+    with pytest.raises(RequestError, match="refuses the messages: roles must alternate"):
+        template.render(HELLO)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ messages[7].role }}",
+        "{{ 1 / 0 }}",
+        "{{ 'a' * 10000000000 }}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{% for i in range(10000000) %}x{% endfor %}",
+        "{% for i in range(99999) %}{{ 'x' * 60000 }}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_misbehaves_is_stopped(source: str) -> None:
+    template = ChatTemplate(source)
+
+    with pytest.raises(RequestError):
+        template.render(HELLO)
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ a", "x" * (MAX_TEMPLATE_CHARS + 1)])
+def test_what_is_no_template_is_refused_at_once(source: str) -> None:
+    with pytest.raises(ModelError, match="chat template"):
+        ChatTemplate(source)
