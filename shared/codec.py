@@ -3,7 +3,7 @@
 A frame is one msgpack map with string keys: `kind`, then the fields of `shared.messages` under
 their own names. Fields are only ever added, with defaults, so an unknown field is ignored and a
 missing one that has a default takes it; of a repeated key the last one counts, as in JSON. A
-`request.v1` may also be JSON.
+`request.v1` and `reply.v1` may also be JSON.
 
 The wire is hostile: whatever the bytes, `decode` returns a valid message or raises `DecodeError`,
 or `RequestError` for a well-formed request whose values cannot be served. Types are checked (a bool
@@ -75,6 +75,12 @@ def encode(message: Message) -> bytes:
             return pack(_reply_fields(message))
 
 
+def encode_json(message: Request | Reply) -> bytes:
+    """The message as UTF-8 JSON, for producers that speak no msgpack."""
+    fields = _request_fields(message) if isinstance(message, Request) else _reply_fields(message)
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 def decode(body: bytes, content_type: str = MSGPACK) -> Message:
     """The message in a frame; tensors are read-only little-endian views of the frame's bytes.
 
@@ -96,8 +102,8 @@ def decode(body: bytes, content_type: str = MSGPACK) -> Message:
     kind = raw.get("kind", "request.v1" if media_type == JSON else None)
     if not isinstance(kind, str) or kind not in _READERS:
         raise DecodeError(f"kind must be one of {', '.join(_READERS)}, got {kind!r:.80}")
-    if media_type == JSON and kind != "request.v1":
-        raise DecodeError(f"only request.v1 may be JSON, got {kind}")
+    if media_type == JSON and kind not in ("request.v1", "reply.v1"):
+        raise DecodeError(f"only request.v1 and reply.v1 may be JSON, got {kind}")
     return _READERS[kind](raw)
 
 

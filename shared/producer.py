@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from shared import codec
 from shared.broker.base import Broker, Outgoing
 from shared.errors import RequestError, TransientError
-from shared.messages import Request
-from shared.store.ledger import Event, FinalEvent, Ledger
+from shared.messages import FinishReason, Request
+from shared.store.ledger import START, Ledger
+from shared.store.ledger_types import Event, FinalEvent
 from shared.topology import REQUESTS_QUEUE
 
 
@@ -37,7 +38,7 @@ class Producer:
         self._broker.publish([outgoing]).wait(timeout_s)
 
     def events(
-        self, request_id: str, *, after: str = "0-0", silence_s: float | None = None
+        self, request_id: str, *, after: str = START, silence_s: float | None = None
     ) -> Iterator[Event]:
         """Yield a request's events after the event id `after`, ending with the final one.
 
@@ -62,5 +63,5 @@ class Producer:
 
     def cancel(self, request_id: str) -> None:
         """End a request from outside. Raises `RequestError` if it is unknown or has ended."""
-        if not self._ledger.abort(request_id):
+        if not self._ledger.finish(request_id, FinishReason.ABORT):
             raise RequestError(f"request {request_id} is unknown or has ended")

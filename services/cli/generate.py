@@ -165,10 +165,10 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
     Ctrl-C cancels the request and returns what there is. Raises `PermanentError` with the
     request's own error when it fails.
     """
-    from shared.store.ledger import FinalEvent, TokenEvent
+    from shared.store.ledger_types import FinalEvent, TokenEvent
 
     answer = Answer()
-    detokenizer = session.tokenizer.detokenizer()
+    detokenizer = Detokenizer(session.tokenizer)
     started_s = time.perf_counter()
     session.producer.submit(request)
     try:
@@ -178,9 +178,9 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
                 if not answer.token_ids:
                     answer.first_token_s = answer.total_s
                 answer.token_ids.append(event.token_id)
-                _say(answer, detokenizer.push(event.token_id), echo=echo)
+                _say(answer, detokenizer.feed([event.token_id]), echo=echo)
             elif isinstance(event, FinalEvent):
-                _say(answer, detokenizer.flush(), echo=echo)
+                _say(answer, detokenizer.finish(), echo=echo)
                 answer.finish_reason = event.finish_reason
                 answer.num_prompt_tokens = event.num_prompt_tokens
                 if event.finish_reason is FinishReason.ERROR:

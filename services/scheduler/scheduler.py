@@ -19,7 +19,8 @@ from shared.broker.base import Broker, Delivery, Outgoing
 from shared.errors import CellpipeError, PermanentError, RequestError, TransientError, Unroutable
 from shared.messages import FinishReason, Reply, Request
 from shared.store.kv_pages import KvPages
-from shared.store.ledger import Ledger, LedgerRecord, RequestState
+from shared.store.ledger import Ledger
+from shared.store.ledger_types import LedgerRecord
 from shared.topology import REQUESTS_QUEUE, group_queue
 
 log = structlog.get_logger()
@@ -131,7 +132,7 @@ class Scheduler:
         try:
             plan = plan_request(request, self._model, draw_seed=self._draw_seed)
         except RequestError as error:
-            self._ledger.refuse(request.request_id, _with_remedy(error))
+            self._ledger.refuse(self._refusal(request, _with_remedy(error)))
             log.warning("request_refused", request_id=request.request_id, reason=str(error))
             self._hold(request.request_id, delivery, request.deadline_unix_ms)
             return
@@ -142,7 +143,7 @@ class Scheduler:
 
     def _adopt(self, record: LedgerRecord, delivery: Delivery) -> None:
         """Take over a request that another scheduler, now gone, had admitted."""
-        if record.state is RequestState.RUNNING and record.num_generated == 0:
+        if record.finish_reason is None and record.num_generated == 0:
             # Its start may never have been published. A second start is harmless: the first
             # commit of a position wins.
             self._publish_start(self._plan_of(record))
@@ -172,7 +173,7 @@ class Scheduler:
         self._end_uncovered(now_s)
         states = self._ledger.states(list(self._held))
         for request_id, state in states.items():
-            if state is not RequestState.RUNNING:
+            if state.finish_reason is not None:
                 self._answer(request_id)
 
     def _end_overdue(self) -> None:
@@ -281,6 +282,20 @@ class Scheduler:
             stop_token_ids=plan.stop_token_ids,
             deadline_unix_ms=plan.deadline_unix_ms,
             created_unix_ms=time.time_ns() // 1_000_000,
+        )
+
+    def _refusal(self, request: Request, error: str) -> LedgerRecord:
+        layout = self._model.layout
+        return LedgerRecord(
+            request_id=request.request_id,
+            model_id=layout.model_id,
+            layout_id=layout.layout_id,
+            prompt_token_ids=(),
+            sampling=request.sampling,
+            max_position=0,
+            created_unix_ms=time.time_ns() // 1_000_000,
+            finish_reason=FinishReason.ERROR,
+            error=error,
         )
 
     def _plan_of(self, record: LedgerRecord) -> Plan:

@@ -16,7 +16,8 @@ from services.worker.verdict import finish_reason
 from shared.messages import Step
 from shared.model.layer_group import LayerGroup
 from shared.model.sampling import sample
-from shared.store.ledger import AlreadyCommitted, Committed, Gap, Ledger
+from shared.store.ledger import Ledger
+from shared.store.ledger_types import AlreadyCommitted, Committed, Gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def _commit(step: Step, logits: npt.NDArray[np.float32], ledger: Ledger) -> Outc
         case AlreadyCommitted(token_id=winner, finish=won):
             # The commit happened, the publish perhaps not: send the same output again.
             token_id, reason = winner, won
-        case Gap(committed=committed):
+        case Gap(committed_position=committed):
             return OutOfOrder(f"token {position} came, but the last on record is {committed}")
         case _:
             return Ended()

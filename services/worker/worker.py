@@ -33,7 +33,7 @@ from shared.messages import FinishReason, Step
 from shared.model.config import ModelConfig
 from shared.model.kv_cache import SequenceCache
 from shared.model.layer_group import LayerGroup, SequenceSlice
-from shared.store.kv_pages import KvPages
+from shared.store.kv_pages import KvPages, KvRows
 from shared.store.ledger import Ledger
 from shared.topology import Layout, group_queue
 
@@ -234,10 +234,14 @@ class Worker:
     def _write_rows(self, group: int, slices: Sequence[Slice]) -> None:
         if self._kv_pages is None:
             return
+        writes = []
         for piece in slices:
             end = piece.position + piece.num_rows
             rows = self._cache(group, piece).export_rows(piece.position, end)
-            self._kv_pages.write(_id(piece), group, piece.position, rows)
+            writes.append(KvRows(_id(piece), group, piece.position, rows))
+        for problem in self._kv_pages.write_all(writes):
+            if problem is not None:
+                raise problem
 
     def _commit_tokens(self, slices: Sequence[Slice], last_rows: FloatRows) -> list[Step]:
         """Commit a token for every slice that ends its step; returns the decode steps to send.
@@ -315,7 +319,7 @@ class Worker:
         return state is not None and state.is_repeat(epoch=step.epoch, end_position=end_position)
 
     def _new_cache(self, group: int) -> SequenceCache:
-        return SequenceCache(self._config, self._layout.num_layers(group))
+        return self._layer_groups[group].new_cache()
 
     def _cache(self, group: int, piece: Slice) -> SequenceCache:
         return self._pool.get(group, _id(piece), now_s=self._clock()).cache

@@ -57,28 +57,31 @@ class Ledger:
 
     def admit(self, record: LedgerRecord) -> bool:
         """Write a new record. False when the request has one, which is then to be adopted."""
-        fields: dict[str, Argument] = {
-            "model_id": record.model_id,
-            "layout_id": record.layout_id,
-            "prompt": _pack_tokens(record.prompt_token_ids),
-            "num_prompt": record.num_prompt_tokens,
-            "sampling": json.dumps(asdict(record.sampling), separators=(",", ":")),
-            "max_position": record.max_position,
-            "stop": _pack_tokens(record.stop_token_ids),
-            "epoch": record.epoch,
-            "created_unix_ms": record.created_unix_ms,
-            "deadline_unix_ms": record.deadline_unix_ms,
-            "committed": record.num_prompt_tokens - 1,
-            "finish_reason": "",
-            "error": "",
-        }
-        flat = [part for field in fields.items() for part in field]
         return bool(
             self._meta.run(
                 Call(
                     load_script("ledger_admit"),
                     (keys.ledger(record.request_id),),
-                    (self._running_ttl_ms, *flat),
+                    (self._running_ttl_ms, *_flat_fields(record)),
+                )
+            )
+        )
+
+    def refuse(self, record: LedgerRecord) -> bool:
+        """End a request that was never admitted with `record.error`, so that whoever waits hears.
+
+        False when the request is known already.
+        """
+        return bool(
+            self._meta.run(
+                Call(
+                    load_script("ledger_refuse"),
+                    (keys.ledger(record.request_id), keys.events(record.request_id)),
+                    (
+                        record.error[:_MAX_ERROR_CHARS],
+                        self._finished_ttl_ms,
+                        *_flat_fields(record),
+                    ),
                 )
             )
         )
@@ -191,6 +194,26 @@ class Ledger:
         """The token ids generated so far; empty for a request that is not known."""
         entries = self._meta.run(("XRANGE", keys.events(request_id), "-", "+"))
         return [e.token_id for e in map(_event, entries) if isinstance(e, TokenEvent)]
+
+
+def _flat_fields(record: LedgerRecord) -> list[Argument]:
+    """A record as field, value, field, value: what `_read_record` reads."""
+    fields: dict[str, Argument] = {
+        "model_id": record.model_id,
+        "layout_id": record.layout_id,
+        "prompt": _pack_tokens(record.prompt_token_ids),
+        "num_prompt": record.num_prompt_tokens,
+        "sampling": json.dumps(asdict(record.sampling), separators=(",", ":")),
+        "max_position": record.max_position,
+        "stop": _pack_tokens(record.stop_token_ids),
+        "epoch": record.epoch,
+        "created_unix_ms": record.created_unix_ms,
+        "deadline_unix_ms": record.deadline_unix_ms,
+        "committed": record.num_prompt_tokens - 1,
+        "finish_reason": record.finish_reason or "",
+        "error": record.error[:_MAX_ERROR_CHARS],
+    }
+    return [part for field in fields.items() for part in field]
 
 
 def _event(entry: Sequence[Any]) -> Event:

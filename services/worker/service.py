@@ -1,0 +1,237 @@
+"""Runs a worker as a process: claims groups, loads shards, heartbeats, leaves clean.
+
+Knows what a process is (pid, memory, signals); the turn itself is `worker.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from services.worker.worker import Worker, WorkerLimits
+from shared.broker.base import Broker
+from shared.errors import CellpipeError, StoreUnavailable
+from shared.manifest import Manifest
+from shared.model.config import ModelConfig
+from shared.model.layer_group import KernelBackend, LayerGroup
+from shared.store.connection import Stores
+from shared.store.kv_pages import KvPages
+from shared.store.ledger import Ledger
+from shared.store.presence import Presence
+from shared.store.presence_types import WorkerInfo, WorkerState
+from shared.store.shards import ShardStore
+from shared.topology import Layout, control_queues, group_bytes, group_queues, shards_of_group
+
+log = structlog.get_logger()
+
+HEARTBEAT_S = 1.0
+PRESENCE_TTL_MS = 5_000
+IDLE_TURN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What the user asked of a worker. `memory_bytes` bounds the shards it holds."""
+
+    model: str = ""
+    groups: tuple[int, ...] = ()
+    memory_bytes: int = 256 << 20
+    limits: WorkerLimits = WorkerLimits()
+
+
+def kv_pages_for(stores: Stores, layout: Layout, config: ModelConfig) -> KvPages:
+    """The KV pages of a layout: a row is all layers of a group at one position."""
+    row_bytes = [
+        layout.num_layers(group) * config.kv_row_bytes_per_layer
+        for group in range(layout.num_groups)
+    ]
+    return KvPages(stores.kv, layout.layout_id, row_bytes)
+
+
+class WorkerService:
+    """One worker process. `run` returns when `stopping` is set; it raises for what stops a start.
+
+    Raises `ModelError` when no such model is loaded, `ShardError` for a corrupt shard,
+    `ConfigError` for a group that does not exist or does not fit, `StoreUnavailable`.
+    """
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        *,
+        broker: Broker,
+        stores: Stores,
+        backend: KernelBackend,
+        stopping: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._options = options
+        self._broker = broker
+        self._backend = backend
+        self._stopping = stopping
+        self._clock = clock
+        self._shards = ShardStore(stores.weights)
+        self._presence = Presence(stores.meta, ttl_ms=PRESENCE_TTL_MS)
+        self._layout: Layout = self._shards.active_layout(options.model)
+        self._manifest: Manifest = self._shards.get_manifest(self._layout.model_id)
+        self._config = ModelConfig.from_dict(self._manifest.config)
+        self._group_bytes = [
+            group_bytes(self._manifest, self._layout, group)
+            for group in range(self._layout.num_groups)
+        ]
+        self._ledger = Ledger(stores.meta)
+        self._kv_pages = kv_pages_for(stores, self._layout, self._config)
+        self._started_unix_ms = time.time_ns() // 1_000_000
+        self._next_heartbeat_s = 0.0
+        self._state = WorkerState.LOADING
+        self._worker: Worker | None = None
+
+    def run(self) -> None:
+        """Claim, load, serve until `stopping` is set, then leave clean."""
+        self._broker.declare([*control_queues(), *group_queues(self._layout)])
+        groups = self._presence.claim(
+            self._layout, self._info(), self._group_bytes, self._options.groups
+        )
+        try:
+            worker = self._worker = Worker(
+                layout=self._layout,
+                config=self._config,
+                layer_groups={group: self._load(group) for group in groups},
+                broker=self._broker,
+                ledger=self._ledger,
+                kv_pages=self._kv_pages,
+                limits=self._options.limits,
+            )
+            self._state = WorkerState.SERVING
+            log.info(
+                "worker_ready",
+                worker_id=self.worker_id,
+                groups=groups,
+                shard_bytes=self._shard_bytes(),
+                rss_bytes=_rss_bytes(),
+            )
+            while not self._stopping.is_set():
+                worker.turn(IDLE_TURN_S)
+                self._heartbeat_when_due(worker)
+            worker.hand_back_all()
+        finally:
+            self._leave()
+
+    def _load(self, group: int) -> LayerGroup:
+        started_s = self._clock()
+        first, end = self._layout.bounds[group]
+
+        def read(name: str) -> object:
+            shard = self._shards.read_shard(self._manifest, name)
+            self._heartbeat()  # loading is progress, and may outlast the presence
+            return shard
+
+        layer_group = LayerGroup.load(
+            self._config,
+            self._manifest,
+            first,
+            end,
+            read,  # type: ignore[arg-type]
+            first=group == 0,
+            last=group == self._layout.last_group,
+            backend=self._backend,
+        )
+        log.info(
+            "group_loaded",
+            group=group,
+            layers=f"{first}..{end - 1}",
+            shard_bytes=self._group_bytes[group],
+            duration_ms=round((self._clock() - started_s) * 1e3),
+        )
+        return layer_group
+
+    def _heartbeat_when_due(self, worker: Worker) -> None:
+        """Refresh presence from the compute loop itself: it proves progress, not just life."""
+        now_s = self._clock()
+        if now_s < self._next_heartbeat_s:
+            return
+        self._next_heartbeat_s = now_s + HEARTBEAT_S
+        try:
+            if not self._heartbeat():
+                log.warning("presence_expired", worker_id=self.worker_id)
+                self._presence.claim(self._layout, self._info(), self._group_bytes, worker.groups)
+            if not self._options.groups:
+                self._adopt(worker)
+        except StoreUnavailable as error:
+            log.warning("heartbeat_failed", reason=str(error))
+
+    def _adopt(self, worker: Worker) -> None:
+        """Take groups that no live worker covers, as far as memory allows."""
+        held = self._presence.adopt_uncovered(self._layout, self._info(), self._group_bytes)
+        for group in held:
+            if group in worker.groups:
+                continue
+            try:
+                worker.serve_group(group, self._load(group))
+            except CellpipeError as error:
+                log.error("group_not_loaded", group=group, reason=str(error))
+                raise
+
+    def _heartbeat(self) -> bool:
+        return self._presence.heartbeat(self._layout, self._info())
+
+    def _leave(self) -> None:
+        try:
+            self._presence.release(self.worker_id, self._layout)
+        except StoreUnavailable as error:
+            log.warning("release_failed", reason=str(error))
+        log.info("worker_left", worker_id=self.worker_id, steps=self._num_steps())
+
+    def _info(self) -> WorkerInfo:
+        worker = self._worker
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            groups=worker.groups if worker else (),
+            state=self._state,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            rss_bytes=_rss_bytes(),
+            peak_rss_bytes=_peak_rss_bytes(),
+            shard_bytes=self._shard_bytes(),
+            memory_bytes=self._options.memory_bytes,
+            num_steps=self._num_steps(),
+            last_step_unix_ms=worker.last_step_unix_ms if worker else 0,
+            started_unix_ms=self._started_unix_ms,
+        )
+
+    def _num_steps(self) -> int:
+        return self._worker.num_steps_done if self._worker else 0
+
+    def _shard_bytes(self) -> int:
+        """Bytes of the shards in memory, each counted once however many groups share it."""
+        if self._worker is None:
+            return 0
+        names = {
+            name
+            for group in self._worker.groups
+            for name in shards_of_group(self._manifest, self._layout, group)
+        }
+        return sum(self._manifest.shard(name).num_bytes for name in names)
+
+
+def _rss_bytes() -> int:
+    try:
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):  # no /proc: macOS, BSD
+        return _peak_rss_bytes()
+    return resident_pages * resource.getpagesize()
+
+
+def _peak_rss_bytes() -> int:
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
