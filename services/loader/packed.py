@@ -58,25 +58,26 @@ class PackedModel:
         if len(data) != entry.num_bytes:
             raise _damaged(self.folder, name, f"{len(data)} bytes, not {entry.num_bytes}")
         if verify:
-            self._verify(entry, data)
+            for index in range(len(entry.segments)):
+                self._checked_segment(entry, data, index)
         return data
 
     def read_segment(self, name: str, index: int) -> Bytes:
-        """One segment of a shard, as it travels."""
-        start = index * MAX_SEGMENT_BYTES
-        return self.read_shard(name)[start : start + MAX_SEGMENT_BYTES]
+        """One segment of a shard, as it travels. Raises `ShardError` if it fails its SHA-256."""
+        return self._checked_segment(self.manifest.shard(name), self.read_shard(name), index)
 
     def verify(self) -> None:
         """Check every segment of every shard. Raises `ShardError` naming the first bad one."""
         for entry in self.manifest.shards:
             self.read_shard(entry.name, verify=True)
 
-    def _verify(self, entry: ShardEntry, data: Bytes) -> None:
-        for index, segment in enumerate(entry.segments):
-            start = index * MAX_SEGMENT_BYTES
-            piece = data[start : start + segment.num_bytes]
-            if hashlib.sha256(piece.data).hexdigest() != segment.sha256:
-                raise _damaged(self.folder, entry.name, f"segment {index} fails its SHA-256")
+    def _checked_segment(self, entry: ShardEntry, data: Bytes, index: int) -> Bytes:
+        segment = entry.segments[index]
+        start = index * MAX_SEGMENT_BYTES
+        piece = data[start : start + segment.num_bytes]
+        if hashlib.sha256(piece.data).hexdigest() != segment.sha256:
+            raise _damaged(self.folder, entry.name, f"segment {index} fails its SHA-256")
+        return piece
 
 
 def open_packed(

@@ -79,7 +79,7 @@ def unpack_int4(packed: Bytes, rows: int, cols: int, chunk_rows: int) -> tuple[H
     values = PackedMatrix("int4", rows, cols, chunk_rows, packed).unpacked
     assert values.min is not None
     q = values.q.transpose(1, 0, 2).astype(np.uint8)  # (R, G, 32)
-    nibbles = q[:, :, :16] | (q[:, :, 16:] << 4)
+    nibbles = _nibbles(q)
     return _to_half(values.scale.T), _to_half(values.min.T), nibbles
 
 
@@ -111,8 +111,7 @@ def quantize_int4(weights: Float32) -> tuple[Half, Half, Bytes]:
     with np.errstate(over="ignore"):
         minimum = (-8.0 * scale.astype(np.float32)).astype(np.float16)
     check_finite("min", minimum)
-    unsigned = q.astype(np.uint8)
-    return scale, minimum, unsigned[:, :, :16] | (unsigned[:, :, 16:] << 4)
+    return scale, minimum, _nibbles(q.astype(np.uint8))
 
 
 def quantize_int8(weights: Float32) -> tuple[Half, npt.NDArray[np.int8]]:
@@ -167,6 +166,12 @@ def _by_block(rows: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
     return rows.reshape(-1, BLOCK_ROWS, *rows.shape[1:])
 
 
+def _nibbles(q: Bytes) -> Bytes:
+    """(..., 32) values of 4 bits -> (..., 16) bytes."""
+    nibbles: Bytes = q[..., :16] | (q[..., 16:] << np.uint8(4))
+    return nibbles
+
+
 def _to_half(values: Float32) -> Half:
     return np.ascontiguousarray(values).astype(np.float16)  # exact: they came from fp16
 
@@ -179,7 +184,7 @@ def _in_groups(weights: Float32) -> Float32:
 
 def _half_scale(groups: Float32, steps: float) -> Half:
     with np.errstate(over="ignore"):
-        scale = (np.abs(groups).max(axis=2) / np.float32(steps)).astype(np.float16)
+        scale: Half = (np.abs(groups).max(axis=2) / np.float32(steps)).astype(np.float16)
     check_finite("scale", scale)
     return scale
 
@@ -188,4 +193,5 @@ def _rounded(groups: Float32, scale: Half, limit: int) -> Float32:
     """q nearest to w / scale, with the scale as fp16 keeps it; 0 where it is 0."""
     wide = scale.astype(np.float32)[:, :, None]
     q = np.divide(groups, wide, out=np.zeros_like(groups), where=wide != 0)
-    return np.clip(np.rint(q), -limit, limit)
+    clipped: Float32 = np.clip(np.rint(q), -limit, limit)
+    return clipped

@@ -1,0 +1,201 @@
+"""Calls the C kernel: builds its structs, gives it memory, turns its codes into errors.
+
+One call runs a whole layer group for a whole batch, with the GIL released. Importing this module
+raises ImportError when the kernel was not built (python -m shared.kernel.build).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.errors import KernelError
+from shared.kernel._native import ffi, lib
+from shared.kernel.chunks import aligned_zeros
+from shared.kernel.matrix import Float32, PackedMatrix
+from shared.kernel.weights import GroupWeights, PagedSlice
+
+_KINDS = {"f32": lib.CP_KIND_F32, "int4": lib.CP_KIND_INT4, "int8": lib.CP_KIND_INT8}
+_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+_MEANINGS = {
+    lib.CP_BAD_SIZE: "sizes disagree",
+    lib.CP_NOT_FINITE: "a value is not finite",
+    lib.CP_BAD_POSITION: "a position lies outside the rope tables or the KV pages",
+    lib.CP_BAD_TOKEN: "a token id lies outside the vocabulary",
+    lib.CP_BAD_SCRATCH: "the scratch memory is too small",
+}
+
+
+class NativeBackend:
+    """The C kernel."""
+
+    name = "native"
+
+    def bind(self, weights: GroupWeights) -> NativeGroup:
+        return NativeGroup(weights)
+
+
+class NativeGroup:
+    """A layer group as the C kernel sees it. Not thread-safe: it keeps its scratch memory."""
+
+    def __init__(self, weights: GroupWeights) -> None:
+        self._weights = weights  # the C structs point into its arrays
+        self._fault = ffi.new("cp_fault *")
+        self._scratch = aligned_zeros(0)
+        self._layers = ffi.new("cp_layer[]", len(weights.layers))
+        for c_layer, layer in zip(self._layers, weights.layers, strict=True):
+            c_layer.input_norm = _floats(layer.input_norm)
+            c_layer.post_norm = _floats(layer.post_norm)
+            for name in _MATRICES:
+                _fill_matrix(getattr(c_layer, name), getattr(layer, name))
+        self._group = self._make_group()
+        self._embedding = _matrix_or_none(weights.embedding)
+        self._head = _matrix_or_none(weights.head)
+
+    def embed(self, token_ids: npt.NDArray[np.int32]) -> Float32:
+        matrix = self._weights.embedding
+        assert matrix is not None, "this group has no embedding"
+        token_ids = np.ascontiguousarray(token_ids, np.int32)
+        out = np.empty((len(token_ids), matrix.cols), np.float32)
+        ids = ffi.from_buffer("int32_t[]", token_ids)
+        self._check(lib.cp_embed(self._embedding, ids, len(token_ids), _floats(out), self._fault))
+        return out
+
+    def forward(self, hidden: Float32, slices: Sequence[PagedSlice]) -> None:
+        sequences = ffi.new("cp_sequence[]", len(slices))
+        for sequence, part in zip(sequences, slices, strict=True):
+            sequence.start_position = part.start_position
+            sequence.num_rows = part.num_rows
+            sequence.num_pages = len(part.addresses)
+            sequence.pages = ffi.cast("uint16_t *const *", ffi.from_buffer(part.addresses))
+        scratch, size = self._scratch_of(lib.cp_forward_scratch(self._group, len(hidden)))
+        self._check(
+            lib.cp_forward(
+                self._group,
+                sequences,
+                len(slices),
+                _floats(hidden),
+                len(hidden),
+                scratch,
+                size,
+                self._fault,
+            )
+        )
+
+    def logits(self, hidden_rows: Float32) -> Float32:
+        weights = self._weights
+        assert weights.head is not None, "this group has no head"
+        assert weights.final_norm is not None
+        hidden_rows = np.ascontiguousarray(hidden_rows, np.float32)
+        num_rows = len(hidden_rows)
+        out = np.empty((num_rows, weights.head.rows), np.float32)
+        scratch, size = self._scratch_of(lib.cp_logits_scratch(self._head, num_rows))
+        self._check(
+            lib.cp_logits(
+                self._head,
+                _floats(weights.final_norm),
+                weights.shape.norm_eps,
+                _floats(hidden_rows),
+                num_rows,
+                _floats(out),
+                scratch,
+                size,
+                self._fault,
+            )
+        )
+        return out
+
+    def _make_group(self) -> Any:
+        weights, shape = self._weights, self._weights.shape
+        return ffi.new(
+            "cp_group *",
+            {
+                "hidden_size": shape.hidden_size,
+                "intermediate_size": shape.intermediate_size,
+                "num_heads": shape.num_heads,
+                "num_kv_heads": shape.num_kv_heads,
+                "head_dim": shape.head_dim,
+                "half_pairing": shape.half_pairing,
+                "num_positions": len(weights.rope_cos),
+                "num_layers": len(weights.layers),
+                "norm_eps": shape.norm_eps,
+                "score_scale": shape.score_scale,
+                "rope_cos": _floats(weights.rope_cos),
+                "rope_sin": _floats(weights.rope_sin),
+                "layers": self._layers,
+            },
+        )
+
+    def _scratch_of(self, num_bytes: int) -> tuple[Any, int]:
+        if num_bytes > self._scratch.nbytes:
+            self._scratch = aligned_zeros(num_bytes)
+        return ffi.from_buffer("uint8_t[]", self._scratch), self._scratch.nbytes
+
+    def _check(self, code: int) -> None:
+        _raise_for(code, self._fault)
+
+
+def matmul(matrix: PackedMatrix, x: Float32) -> Float32:
+    """(R, C) -> (R, rows) by the C kernel, with its own quantisation of x."""
+    x = np.ascontiguousarray(x, np.float32)
+    out = np.empty((len(x), matrix.rows), np.float32)
+    c_matrix = _matrix_or_none(matrix)
+    fault = ffi.new("cp_fault *")
+    scratch = aligned_zeros(lib.cp_matmul_scratch(c_matrix, len(x)))
+    pointer = ffi.from_buffer("uint8_t[]", scratch)
+    code = lib.cp_matmul(c_matrix, _floats(x), len(x), _floats(out), pointer, scratch.nbytes, fault)
+    _raise_for(code, fault)
+    return out
+
+
+def exp(x: Float32) -> Float32:
+    """The C kernel's exp of a flat array."""
+    out = np.empty_like(x)
+    lib.cp_exp(_floats(x), _floats(out), x.size)
+    return out
+
+
+def to_half(x: Float32) -> npt.NDArray[np.uint16]:
+    """The C kernel's fp16 bits of a flat array."""
+    out = np.empty(x.shape, np.uint16)
+    lib.cp_to_half(_floats(x), ffi.from_buffer("uint16_t[]", out), x.size)
+    return out
+
+
+def from_half(bits: npt.NDArray[np.uint16]) -> Float32:
+    """The C kernel's binary32 of flat fp16 bits."""
+    out = np.empty(bits.shape, np.float32)
+    lib.cp_from_half(ffi.from_buffer("uint16_t[]", bits), _floats(out), bits.size)
+    return out
+
+
+def _floats(array: Float32) -> Any:
+    assert array.dtype == np.float32
+    return ffi.from_buffer("float[]", array)  # refuses an array that is not contiguous
+
+
+def _fill_matrix(c_matrix: Any, matrix: PackedMatrix) -> None:
+    c_matrix.data = ffi.from_buffer("uint8_t[]", matrix.data)
+    c_matrix.num_bytes = matrix.data.nbytes
+    c_matrix.kind = _KINDS[matrix.kind]
+    c_matrix.rows = matrix.rows
+    c_matrix.cols = matrix.cols
+    c_matrix.chunk_rows = matrix.chunk_rows
+
+
+def _matrix_or_none(matrix: PackedMatrix | None) -> Any:
+    if matrix is None:
+        return None
+    c_matrix = ffi.new("cp_matrix *")
+    _fill_matrix(c_matrix, matrix)
+    return c_matrix
+
+
+def _raise_for(code: int, fault: Any) -> None:
+    if code == lib.CP_OK:
+        return
+    where = f"layer {fault.layer} of the group, " if fault.layer >= 0 else ""
+    raise KernelError(f"{where}batch row {fault.row}: {_MEANINGS.get(code, f'code {code}')}")

@@ -1,0 +1,103 @@
+"""What a kernel is given: the weights of a layer group and the slices of a batch. Computes nothing.
+
+Sizes are checked where they are read (shared.model.layer_group) and again inside the C kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.kernel.matrix import Float32, PackedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """Sizes that every layer of a group shares."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    half_pairing: bool
+    norm_eps: float
+
+    @property
+    def score_scale(self) -> float:
+        """1/sqrt(head_dim) as the binary32 that scores are multiplied with."""
+        return float(np.float32(1.0 / math.sqrt(self.head_dim)))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer; norms are (D,)."""
+
+    input_norm: Float32
+    q: PackedMatrix
+    k: PackedMatrix
+    v: PackedMatrix
+    o: PackedMatrix
+    post_norm: Float32
+    gate: PackedMatrix
+    up: PackedMatrix
+    down: PackedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWeights:
+    """A layer group. The first group of a model has an embedding, the last a norm and a head."""
+
+    shape: GroupShape
+    layers: tuple[LayerWeights, ...]
+    rope_cos: Float32  # (positions, head_dim/2)
+    rope_sin: Float32
+    embedding: PackedMatrix | None = None
+    final_norm: Float32 | None = None
+    head: PackedMatrix | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedSlice:
+    """num_rows consecutive positions of one sequence, and the KV pages that hold it.
+
+    A page is uint16 (fp16 bits) of (layers, kv heads, 2, 16, head_dim); `addresses` holds where
+    each page's first byte lies, uintp (pages,).
+    """
+
+    pages: Sequence[npt.NDArray[np.uint16]]
+    addresses: npt.NDArray[np.uintp]
+    start_position: int
+    num_rows: int
+
+
+class BoundGroup(Protocol):
+    """A layer group made ready by a backend. Not thread-safe: scratch memory is kept."""
+
+    def embed(self, token_ids: npt.NDArray[np.int32]) -> Float32:
+        """(T,) -> (T, D)."""
+
+    def forward(self, hidden: Float32, slices: Sequence[PagedSlice]) -> None:
+        """Run the layers over hidden (R, D) in place, and write the new KV rows.
+
+        Raises `KernelError` when a value is not finite; hidden and the new KV rows are then of no
+        use.
+        """
+
+    def logits(self, hidden_rows: Float32) -> Float32:
+        """(n, D) -> (n, V)."""
+
+
+class KernelBackend(Protocol):
+    """One implementation of docs/arithmetic.md."""
+
+    @property
+    def name(self) -> str: ...
+
+    def bind(self, weights: GroupWeights) -> BoundGroup:
+        """Make a layer group ready; keeps references to the weights, copies none."""

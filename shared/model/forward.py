@@ -1,0 +1,114 @@
+"""The forward pass of a dense decoder, in the order of the paper, on the NumPy reference.
+
+The definition that the C kernel is held against, and the way to compute without a C compiler.
+R rows of the batch, D hidden_size, H heads, K kv heads, hd head_dim, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.errors import KernelError
+from shared.kernel.matrix import Float32
+from shared.kernel.reference import (
+    embed,
+    matmul,
+    quantize_activations,
+    require_finite,
+    rms_norm,
+    rope,
+    silu,
+)
+from shared.kernel.reference_attention import attention, store_kv
+from shared.kernel.weights import GroupWeights, LayerWeights, PagedSlice
+
+
+class ReferenceBackend:
+    """The NumPy reference."""
+
+    name = "reference"
+
+    def bind(self, weights: GroupWeights) -> ReferenceGroup:
+        return ReferenceGroup(weights)
+
+
+class ReferenceGroup:
+    """A layer group on the reference. Unpacks each matrix at its first use and keeps it."""
+
+    def __init__(self, weights: GroupWeights) -> None:
+        self._weights = weights
+
+    def embed(self, token_ids: npt.NDArray[np.int32]) -> Float32:
+        matrix = self._weights.embedding
+        assert matrix is not None, "this group has no embedding"
+        outside = (token_ids < 0) | (token_ids >= matrix.rows)
+        if outside.any():
+            row = int(np.argmax(outside))
+            raise KernelError(f"batch row {row}: a token id lies outside the vocabulary")
+        return embed(matrix, token_ids)
+
+    def forward(self, hidden: Float32, slices: Sequence[PagedSlice]) -> None:
+        x = hidden
+        for index, layer in enumerate(self._weights.layers):
+            try:
+                x = self._layer(index, layer, x, slices)
+            except KernelError as error:
+                raise KernelError(f"layer {index} of the group: {error}") from error
+        hidden[:] = x
+
+    def logits(self, hidden_rows: Float32) -> Float32:
+        weights = self._weights
+        assert weights.head is not None, "this group has no head"
+        assert weights.final_norm is not None
+        x = quantize_activations(self._norm(hidden_rows, weights.final_norm))
+        out = matmul(weights.head, x)
+        require_finite(out)
+        return out
+
+    def _layer(
+        self, index: int, layer: LayerWeights, x: Float32, slices: Sequence[PagedSlice]
+    ) -> Float32:
+        with np.errstate(over="ignore", invalid="ignore"):  # require_finite looks at every result
+            x = x + self._attention(index, layer, self._norm(x, layer.input_norm), slices)
+            x = x + self._mlp(layer, self._norm(x, layer.post_norm))
+        require_finite(x)
+        return x
+
+    def _norm(self, x: Float32, weight: Float32) -> Float32:
+        return rms_norm(x, weight, self._weights.shape.norm_eps)
+
+    def _attention(
+        self, index: int, layer: LayerWeights, y: Float32, slices: Sequence[PagedSlice]
+    ) -> Float32:
+        shape = self._weights.shape
+        x = quantize_activations(y)
+        q, k, v = matmul(layer.q, x), matmul(layer.k, x), matmul(layer.v, x)
+        for values in (q, k, v):
+            require_finite(values)
+        positions = np.concatenate([s.start_position + np.arange(s.num_rows) for s in slices])
+        cos, sin = self._weights.rope_cos[positions], self._weights.rope_sin[positions]
+        q = q.reshape(-1, shape.num_heads, shape.head_dim)  # (R, H, hd)
+        k = k.reshape(-1, shape.num_kv_heads, shape.head_dim)  # (R, K, hd)
+        v = v.reshape(k.shape)
+        q = rope(q, cos, sin, half_pairing=shape.half_pairing)
+        k = rope(k, cos, sin, half_pairing=shape.half_pairing)
+        require_finite(k)
+        out = np.empty_like(q)
+        first = 0
+        for part in slices:
+            rows = slice(first, first + part.num_rows)
+            store_kv(part.pages, index, part.start_position, k[rows], v[rows])
+            out[rows] = attention(
+                q[rows], part.pages, index, part.start_position, shape.score_scale
+            )
+            first += part.num_rows
+        return matmul(layer.o, quantize_activations(out.reshape(len(y), -1)))
+
+    def _mlp(self, layer: LayerWeights, y: Float32) -> Float32:
+        x = quantize_activations(y)
+        gate, up = matmul(layer.gate, x), matmul(layer.up, x)
+        require_finite(gate)
+        return matmul(layer.down, quantize_activations(silu(gate) * up))
