@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import secrets
 import socket
 import threading
@@ -17,6 +16,7 @@ from services.scheduler.scheduler import Scheduler, SchedulerLimits
 from shared.broker.base import Broker
 from shared.errors import StoreUnavailable
 from shared.model.config import ModelConfig
+from shared.process import rss_bytes
 from shared.store.connection import Stores
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
@@ -72,17 +72,15 @@ class SchedulerService:
 
     def run(self) -> None:
         """Serve until `stopping` is set. What is in flight goes to the next scheduler."""
-        layout, config = self._served.layout, self._served.config
+        layout = self._served.layout
         self._broker.declare([*control_queues(), *group_queues(layout)])
-        row_bytes = [
-            layout.num_layers(group) * config.kv_row_bytes_per_layer
-            for group in range(layout.num_groups)
-        ]
         scheduler = Scheduler(
             model=self._served,
             broker=self._broker,
             ledger=Ledger(self._stores.meta),
-            kv_pages=KvPages(self._stores.kv, layout.layout_id, row_bytes),
+            kv_pages=KvPages.of_layout(
+                self._stores.kv, layout, self._served.config.kv_row_bytes_per_layer
+            ),
             coverage=lambda: self._presence.coverage(layout),
             draw_seed=lambda: secrets.randbits(63),
             limits=self._limits,
@@ -104,7 +102,7 @@ class SchedulerService:
             scheduler_id=self.scheduler_id,
             host=socket.gethostname(),
             pid=os.getpid(),
-            rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            rss_bytes=rss_bytes(),
             num_requests=scheduler.num_in_flight,
             started_unix_ms=self._started_unix_ms,
         )

@@ -6,14 +6,12 @@ Knows what a process is (pid, memory, signals); the turn itself is `worker.py`.
 from __future__ import annotations
 
 import os
-import resource
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 
@@ -23,6 +21,7 @@ from shared.errors import CellpipeError, StoreUnavailable
 from shared.manifest import Manifest
 from shared.model.config import ModelConfig
 from shared.model.layer_group import KernelBackend, LayerGroup
+from shared.process import peak_rss_bytes, rss_bytes
 from shared.store.connection import Stores
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
@@ -46,15 +45,6 @@ class WorkerOptions:
     groups: tuple[int, ...] = ()
     memory_bytes: int = 256 << 20
     limits: WorkerLimits = WorkerLimits()
-
-
-def kv_pages_for(stores: Stores, layout: Layout, config: ModelConfig) -> KvPages:
-    """The KV pages of a layout: a row is all layers of a group at one position."""
-    row_bytes = [
-        layout.num_layers(group) * config.kv_row_bytes_per_layer
-        for group in range(layout.num_groups)
-    ]
-    return KvPages(stores.kv, layout.layout_id, row_bytes)
 
 
 class WorkerService:
@@ -90,7 +80,9 @@ class WorkerService:
             for group in range(self._layout.num_groups)
         ]
         self._ledger = Ledger(stores.meta)
-        self._kv_pages = kv_pages_for(stores, self._layout, self._config)
+        self._kv_pages = KvPages.of_layout(
+            stores.kv, self._layout, self._config.kv_row_bytes_per_layer
+        )
         self._started_unix_ms = time.time_ns() // 1_000_000
         self._next_heartbeat_s = 0.0
         self._state = WorkerState.LOADING
@@ -118,7 +110,7 @@ class WorkerService:
                 worker_id=self.worker_id,
                 groups=groups,
                 shard_bytes=self._shard_bytes(),
-                rss_bytes=_rss_bytes(),
+                rss_bytes=rss_bytes(),
             )
             while not self._stopping.is_set():
                 worker.turn(IDLE_TURN_S)
@@ -200,8 +192,8 @@ class WorkerService:
             state=self._state,
             host=socket.gethostname(),
             pid=os.getpid(),
-            rss_bytes=_rss_bytes(),
-            peak_rss_bytes=_peak_rss_bytes(),
+            rss_bytes=rss_bytes(),
+            peak_rss_bytes=peak_rss_bytes(),
             shard_bytes=self._shard_bytes(),
             memory_bytes=self._options.memory_bytes,
             num_steps=self._num_steps(),
@@ -224,14 +216,3 @@ class WorkerService:
         return sum(self._manifest.shard(name).num_bytes for name in names)
 
 
-def _rss_bytes() -> int:
-    try:
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):  # no /proc: macOS, BSD
-        return _peak_rss_bytes()
-    return resident_pages * resource.getpagesize()
-
-
-def _peak_rss_bytes() -> int:
-    # Linux counts in KiB.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

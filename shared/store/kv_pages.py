@@ -17,6 +17,7 @@ from shared.errors import ConfigError, KvMissing
 from shared.store import keys
 from shared.store.connection import Call, Command, Connection
 from shared.store.scripts import load_script
+from shared.topology import Layout
 
 PAGE_ROWS = 16
 MAX_PAGE_BYTES = 8 << 20
@@ -58,6 +59,14 @@ class KvPages:
         self._layout_id = layout_id
         self._row_bytes = tuple(row_bytes)
         self._ttl_ms = round(ttl_s * 1000)
+
+    @classmethod
+    def of_layout(cls, kv: Connection, layout: Layout, row_bytes_per_layer: int) -> KvPages:
+        """The pages of a layout: a row is all layers of a group at one position."""
+        row_bytes = [
+            layout.num_layers(group) * row_bytes_per_layer for group in range(layout.num_groups)
+        ]
+        return cls(kv, layout.layout_id, row_bytes)
 
     def write(
         self, request_id: str, group: int, position: int, rows: bytes | bytearray | memoryview
