@@ -14,9 +14,10 @@ from pathlib import Path
 from shared.errors import ConfigError
 
 PREFIX = "CELLPIPE_"
+DEFAULT_CACHE_DIR = "~/.cache/cellpipe/models"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("console", "json")
-KERNELS = ("auto", "portable", "reference")
+KERNELS = ("auto", "native", "reference")
 # Read by the tests, the Makefile and infra/servers, not by the program.
 FOREIGN_KEYS = ("CELLPIPE_ALLOW_INSTALL",)
 FOREIGN_PREFIX = "CELLPIPE_TEST_"
@@ -33,7 +34,7 @@ class Config:
     redis_url: str | None = None
     redis_kv_url: str | None = None
     redis_weights_url: str | None = None
-    cache_dir: Path = Path("~/.cache/cellpipe")
+    cache_dir: Path = Path(DEFAULT_CACHE_DIR)
     log_level: str = "info"
     log_format: str = "console"
     kernel: str = "auto"
@@ -61,7 +62,7 @@ class Config:
                     f"{PREFIX}{name.upper()} must be one of {', '.join(allowed)}, "
                     f"got {values[name]!r}"
                 )
-        cache_dir = Path(values.pop("cache_dir", "~/.cache/cellpipe")).expanduser()
+        cache_dir = Path(values.pop("cache_dir", DEFAULT_CACHE_DIR)).expanduser()
         return cls(cache_dir=cache_dir, **values)
 
 

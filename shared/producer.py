@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from shared import codec
 from shared.broker.base import Broker, Outgoing
@@ -38,11 +38,17 @@ class Producer:
         self._broker.publish([outgoing]).wait(timeout_s)
 
     def events(
-        self, request_id: str, *, after: str = START, silence_s: float | None = None
+        self,
+        request_id: str,
+        *,
+        after: str = START,
+        silence_s: float | None = None,
+        on_silence: Callable[[], None] | None = None,
     ) -> Iterator[Event]:
         """Yield a request's events after the event id `after`, ending with the final one.
 
-        Raises `TransientError` after `silence_s` seconds without an event.
+        Calls `on_silence` about once a second while nothing comes, and raises `TransientError`
+        after `silence_s` seconds of it.
         """
         heard_s = time.monotonic()
         while True:
@@ -55,7 +61,10 @@ class Producer:
                 after = event.event_id
             if events:
                 heard_s = time.monotonic()
-            elif silence_s is not None and time.monotonic() - heard_s > silence_s:
+                continue
+            if on_silence is not None:
+                on_silence()
+            if silence_s is not None and time.monotonic() - heard_s > silence_s:
                 raise TransientError(
                     f"nothing was heard of request {request_id} for {silence_s:g} s",
                     remedy="look at the cluster: cellpipe status",

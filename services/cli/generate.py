@@ -16,6 +16,7 @@ from services.cli.settings import DEFAULT_MODEL, load_config
 from shared.errors import PermanentError
 from shared.messages import ChatMessage, FinishReason, Request, SamplingParams
 from shared.producer import new_request_id
+from shared.text.detokenizer import Detokenizer
 
 Model = Annotated[
     str,
@@ -172,7 +173,7 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
     started_s = time.perf_counter()
     session.producer.submit(request)
     try:
-        for event in session.producer.events(request.request_id):
+        for event in session.producer.events(request.request_id, on_silence=session.check):
             answer.total_s = time.perf_counter() - started_s
             if isinstance(event, TokenEvent):
                 if not answer.token_ids:

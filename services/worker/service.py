@@ -18,9 +18,10 @@ import structlog
 from services.worker.worker import Worker, WorkerLimits
 from shared.broker.base import Broker
 from shared.errors import CellpipeError, StoreUnavailable
+from shared.kernel.weights import KernelBackend
 from shared.manifest import Manifest
 from shared.model.config import ModelConfig
-from shared.model.layer_group import KernelBackend, LayerGroup
+from shared.model.layer_group import LayerGroup
 from shared.process import peak_rss_bytes, rss_bytes
 from shared.store.connection import Stores
 from shared.store.kv_pages import KvPages
@@ -214,5 +215,3 @@ class WorkerService:
             for name in shards_of_group(self._manifest, self._layout, group)
         }
         return sum(self._manifest.shard(name).num_bytes for name in names)
-
-

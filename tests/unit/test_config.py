@@ -32,7 +32,7 @@ def test_settings_are_read_and_empty_ones_count_as_absent() -> None:
 def test_keys_of_tests_and_makefile_are_not_settings() -> None:
     environ = {"CELLPIPE_TEST_AMQP_URL": "x", "CELLPIPE_ALLOW_INSTALL": "1"}
 
-    assert Config.from_environ(environ).cache_dir == Path("~/.cache/cellpipe").expanduser()
+    assert Config.from_environ(environ).cache_dir == Path("~/.cache/cellpipe/models").expanduser()
 
 
 @pytest.mark.parametrize(

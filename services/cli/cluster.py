@@ -1,0 +1,105 @@
+"""`cellpipe worker`, `scheduler` and `status`: the processes of a cluster, and how they do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from services.cli.app import EXIT_UNAVAILABLE, app
+from services.cli.settings import load_config, with_cluster_urls
+from shared.config import parse_size
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="A loaded model. Default: the one loaded last.")
+]
+
+
+@app.command()
+def worker(
+    model: ModelOption = "",
+    group: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--group",
+            help="Serve this layer group; may be repeated. Default: the least covered one.",
+        ),
+    ] = None,
+    memory: Annotated[str, typer.Option(help="Most bytes of weights to hold.")] = "256MiB",
+) -> None:
+    """Serve layer groups of the active layout until SIGTERM or Ctrl-C.
+
+    Takes the group with the fewest workers; with memory to spare it also takes groups that no
+    worker serves.
+
+    Example: cellpipe worker --group 2 --memory 128MiB
+    """
+    from services.cli.session import kernel_backend, open_cluster
+    from services.worker.service import WorkerOptions, WorkerService
+
+    config = load_config()
+    options = WorkerOptions(
+        model=model,
+        groups=tuple(group or ()),
+        memory_bytes=parse_size(memory, field="--memory"),
+    )
+    stopping = stop_on_signals()
+    with open_cluster(config) as (broker, stores):
+        WorkerService(
+            options,
+            broker=broker,
+            stores=stores,
+            backend=kernel_backend(config),
+            stopping=stopping,
+        ).run()
+
+
+@app.command()
+def scheduler(model: ModelOption = "") -> None:
+    """Admit, start and answer requests until SIGTERM or Ctrl-C.
+
+    Example: cellpipe scheduler
+    """
+    from services.cli.session import open_cluster
+    from services.scheduler.service import SchedulerService
+
+    config = load_config()
+    stopping = stop_on_signals()
+    with open_cluster(config) as (broker, stores):
+        SchedulerService(model=model, broker=broker, stores=stores, stopping=stopping).run()
+
+
+@app.command()
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show servers, layer groups, workers and queues. Exit code 3 when something is missing.
+
+    Example: cellpipe status --json
+    """
+    from services.cli.overview import print_overview, read_overview
+
+    overview = read_overview(with_cluster_urls(load_config(log_level="error")))
+    if as_json:
+        typer.echo(json.dumps(overview.to_dict()))
+    else:
+        print_overview(overview)
+    if overview.problems:
+        raise typer.Exit(EXIT_UNAVAILABLE)
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that the first SIGTERM or SIGINT sets; the second ends the process at once."""
+    stopping = threading.Event()
+
+    def stop(number: int, _: FrameType | None) -> None:
+        stopping.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    return stopping

@@ -1,0 +1,181 @@
+"""`cellpipe pull`, `load` and `inspect`: from a model file to shards in the store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from services.cli.app import app
+from services.cli.progress import StageBar
+from services.cli.settings import DEFAULT_MODEL, load_config
+from shared.config import Config, parse_size
+
+if TYPE_CHECKING:
+    from services.loader.layout import GroupPlan
+    from services.loader.packed import PackedModel
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="A catalog name (smollm2-135m) or a path to a .gguf file.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def pull(model: if TYPE_CHECKING:
+    from services.loader.layout import GroupPlan
+    from services.loader.packed import PackedModel
+
+ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> None:
+    """Fetch a model file into the cache, verified by its SHA-256.
+
+    Example: cellpipe pull smollm2-135m
+    """
+    from services.loader.pull import resolve_model
+
+    config = load_config()
+    with StageBar() as bar:
+        path = resolve_model(model, config.cache_dir, progress=bar.show)
+    typer.echo(json.dumps({"model": model, "path": str(path)}) if as_json else str(path))
+
+
+@app.command()
+def load(
+    model: if TYPE_CHECKING:
+    from services.loader.layout import GroupPlan
+    from services.loader.packed import PackedModel
+
+ModelArgument = DEFAULT_MODEL,
+    groups: Annotated[int, typer.Option("--groups", "-g", help="Number of layer groups.")] = 1,
+    memory: Annotated[
+        str, typer.Option(help="Memory of one worker, to say whether each group fits.")
+    ] = "256MiB",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the layout; write nothing to Redis.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Pack a model into shards, put them into Redis and make the layout the active one.
+
+    Idempotent: only what is missing or damaged is sent, so a load that was broken off goes on.
+
+    Example: cellpipe load smollm2-135m --groups 3 --dry-run
+    """
+    from services.cli.session import open_stores
+    from services.loader.layout import plan_layout
+    from services.loader.upload import load_model
+    from shared.store.shards import ShardStore
+    from shared.topology import even_layout
+
+    config = load_config()
+    budget_bytes = parse_size(memory, field="--memory")
+    packed = _packed(config, model)
+    manifest = packed.manifest
+    layout = even_layout(manifest.model_id, manifest.config["num_hidden_layers"], groups)
+    plans = plan_layout(manifest, layout, budget_bytes=budget_bytes)
+    if dry_run:
+        if as_json:
+            rows = [{**asdict(plan), "fits": plan.fits} for plan in plans]
+            typer.echo(json.dumps({"model_id": manifest.model_id, "groups": rows}))
+        else:
+            _print_layout(manifest.model_id, plans, budget_bytes)
+        return
+    with open_stores(config) as stores, StageBar() as bar:
+        report = load_model(packed, ShardStore(stores.weights), layout, progress=bar.show)
+    if as_json:
+        typer.echo(json.dumps(asdict(report)))
+        return
+    typer.echo(
+        f"{report.model_id} in {groups} groups: {report.total_bytes / 1e6:.1f} MB in "
+        f"{report.num_segments} segments, {report.num_sent} sent, all verified"
+    )
+
+
+@app.command()
+def inspect(model: if TYPE_CHECKING:
+    from services.loader.layout import GroupPlan
+    from services.loader.packed import PackedModel
+
+ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> None:
+    """Show a model's config, its shards and the chunks that the kernel eats.
+
+    Example: cellpipe inspect ./model.gguf --json
+    """
+    from services.loader.layout import inspect_model
+
+    config = load_config()
+    inspection = inspect_model(_packed(config, model).manifest)
+    if as_json:
+        typer.echo(json.dumps({**asdict(inspection), "config": inspection.config.to_dict()}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"[bold]{inspection.model_id}[/bold]  from {inspection.source}")
+    for key, value in inspection.config.to_dict().items():
+        console.print(f"  {key:26} {value}")
+    shards = Table("shard", "MB", "segments", "chunks = DMAs", title="shards")
+    for shard in inspection.shards:
+        shards.add_row(
+            shard.name,
+            f"{shard.num_bytes / 1e6:.2f}",
+            str(shard.num_segments),
+            str(shard.num_chunks),
+        )
+    console.print(shards)
+    matrices = Table(
+        "matrix", "kind", "rows", "cols", "MB", "chunks", "rows/chunk", "KiB/chunk",
+        title=f"chunks of {inspection.layers[0].name}",
+    )  # fmt: skip
+    for matrix in inspection.layers[0].matrices:
+        if matrix.num_chunks:
+            matrices.add_row(
+                matrix.name,
+                matrix.kind,
+                str(matrix.rows),
+                str(matrix.cols),
+                f"{matrix.num_bytes / 1e6:.2f}",
+                str(matrix.num_chunks),
+                str(matrix.chunk_rows),
+                f"{matrix.chunk_bytes / 1024:.1f}",
+            )
+    console.print(matrices)
+    console.print(
+        f"total {inspection.num_bytes / 1e6:.1f} MB in {inspection.num_chunks} chunks"
+    )
+
+
+def _packed(config: Config, model: str) -> PackedModel:
+    from services.loader.packed import open_packed
+    from services.loader.pull import resolve_model
+
+    with StageBar() as bar:
+        path = resolve_model(model, config.cache_dir, progress=bar.show)
+        return open_packed(path, config.cache_dir, progress=bar.show)
+
+
+def _print_layout(model_id: str, plans: Sequence[GroupPlan], budget_bytes: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "group", "layers", "shards MB", "chunks", "KV B/token", "memory MB",
+        f"fits {budget_bytes / (1 << 20):.0f} MiB",
+        title=f"{model_id} in {len(plans)} groups",
+    )  # fmt: skip
+    for plan in plans:
+        table.add_row(
+            str(plan.group),
+            f"{plan.first_layer}..{plan.end_layer - 1}",
+            f"{plan.shard_bytes / 1e6:.1f}",
+            str(plan.num_chunks),
+            str(plan.kv_bytes_per_position),
+            f"{plan.memory_bytes / 1e6:.1f}",
+            "yes" if plan.fits else "NO",
+        )
+    Console().print(table)
+

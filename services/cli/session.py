@@ -1,0 +1,120 @@
+"""Opens what a command talks to: the embedded pipeline, or a cluster. Only wires."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from services.cli.progress import StageBar
+from services.cli.settings import DEFAULT_MODEL, with_cluster_urls
+from shared.broker.base import Broker
+from shared.config import Config
+from shared.kernel.weights import KernelBackend
+from shared.producer import Producer
+from shared.store.connection import Stores, connect
+from shared.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A producer and the model it speaks to. `check` raises if the pipeline has died."""
+
+    producer: Producer
+    tokenizer: Tokenizer
+    model_id: str
+    check: Callable[[], None]
+
+
+@contextmanager
+def open_session(
+    config: Config, *, model: str, cluster: bool | None, num_groups: int
+) -> Iterator[Session]:
+    """The pipeline that a command asked for; closed at the end."""
+    if cluster is None:
+        cluster = bool(config.amqp_url and config.redis_url)
+    opened = (
+        _cluster_session(config, model)
+        if cluster
+        else _embedded_session(config, model, num_groups=num_groups)
+    )
+    with opened as session:
+        yield session
+
+
+@contextmanager
+def _embedded_session(config: Config, model: str, *, num_groups: int) -> Iterator[Session]:
+    from services.embedded import Engine
+    from services.loader.packed import open_packed
+    from services.loader.pull import resolve_model
+
+    with StageBar() as bar:
+        model_file = resolve_model(model, config.cache_dir, progress=bar.show)
+        packed = open_packed(model_file, config.cache_dir, progress=bar.show)
+    backend = kernel_backend(config)
+    with Engine(packed.manifest, packed.read_shard, backend, num_groups=num_groups) as engine:
+        yield Session(engine.producer, engine.tokenizer, engine.model_id, engine.check)
+
+
+@contextmanager
+def _cluster_session(config: Config, model: str) -> Iterator[Session]:
+    from services.scheduler.service import read_served_model
+    from shared.store.ledger import Ledger
+    from shared.store.shards import ShardStore
+    from shared.topology import control_queues
+
+    with open_cluster(config) as (broker, stores):
+        # The catalog name of the default model is not what a loaded model is called.
+        loaded = "" if model == DEFAULT_MODEL else model
+        served = read_served_model(ShardStore(stores.weights), loaded)
+        broker.declare(control_queues())
+        producer = Producer(broker, Ledger(stores.meta))
+        yield Session(producer, served.tokenizer, served.layout.model_id, lambda: None)
+
+
+@contextmanager
+def open_cluster(config: Config) -> Iterator[tuple[Broker, Stores]]:
+    """Connections to RabbitMQ and Redis; closed at the end.
+
+    Raises `ConfigError` without URLs, `BrokerUnavailable` or `StoreUnavailable` naming host and
+    port when a server does not answer.
+    """
+    from shared.broker.rabbitmq import RabbitmqBroker
+
+    with open_stores(config) as stores:
+        config = with_cluster_urls(config)
+        assert config.amqp_url is not None, "with_cluster_urls fills it in or raises"
+        broker = RabbitmqBroker.connect(config.amqp_url)
+        try:
+            yield broker, stores
+        finally:
+            broker.close()
+
+
+@contextmanager
+def open_stores(config: Config) -> Iterator[Stores]:
+    """Connections to Redis alone; closed at the end."""
+    config = with_cluster_urls(config)
+    assert config.redis_url is not None, "with_cluster_urls fills it in or raises"
+    stores = connect(config.redis_url, config.redis_kv_url, config.redis_weights_url)
+    try:
+        stores.ping()
+        yield stores
+    finally:
+        stores.close()
+
+
+def kernel_backend(config: Config) -> KernelBackend:
+    """The kernel that the settings ask for; one warning when it is the slow one by default."""
+    import structlog
+
+    from shared.model.backend import pick_backend
+
+    backend = pick_backend(None if config.kernel == "auto" else config.kernel)
+    if config.kernel == "auto" and backend.name == "reference":
+        structlog.get_logger().warning(
+            "kernel_not_built",
+            effect="the NumPy reference computes: same tokens, many times slower",
+            remedy="install a C compiler and Python's headers, then reinstall cellpipe",
+        )
+    return backend

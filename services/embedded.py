@@ -1,0 +1,158 @@
+"""The whole pipeline in one process: no servers, the same scheduler, worker, broker and store code.
+
+Only wires. The broker is a `MemoryHub`, the store fakeredis, and each service runs its turn on a
+thread of its own. Nothing outlives the process, so with one worker a group KV rows stay in it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from services.scheduler.admission import ServedModel
+from services.scheduler.scheduler import Scheduler
+from services.worker.worker import Worker, WorkerLimits
+from shared.broker.memory import MemoryBroker, MemoryHub
+from shared.errors import BrokerUnavailable
+from shared.kernel.weights import KernelBackend
+from shared.manifest import Manifest
+from shared.model.config import ModelConfig
+from shared.model.layer_group import LayerGroup, ReadShard
+from shared.producer import Producer
+from shared.store.connection import connect
+from shared.store.kv_pages import KvPages
+from shared.store.ledger import Ledger
+from shared.text.document import read_text_document
+from shared.topology import Layout, control_queues, even_layout, group_queues
+
+TURN_S = 0.5
+
+
+class Engine:
+    """A running pipeline over a packed model; a context manager.
+
+    `producer` submits requests and follows them, `tokenizer` turns their tokens into text. Raises
+    `ConfigError` for a number of groups that the model cannot be cut into.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        read_shard: ReadShard,
+        backend: KernelBackend,
+        *,
+        num_groups: int = 1,
+        workers_per_group: int = 1,
+        limits: WorkerLimits = WorkerLimits(),
+    ) -> None:
+        config = ModelConfig.from_dict(manifest.config)
+        layout = even_layout(manifest.model_id, config.num_hidden_layers, num_groups)
+        tokenizer, chat_template = read_text_document(bytes(read_shard("tokenizer")))
+        self.model_id = manifest.model_id
+        self.tokenizer = tokenizer
+        self._stopping = threading.Event()
+        self._failure: BaseException | None = None
+        self._brokers: list[MemoryBroker] = []
+        self._hub = MemoryHub()
+        self._stores = connect("memory://")
+        ledger = Ledger(self._stores.meta)
+        # Two workers of a group share rows through the store; one alone is their only reader.
+        kv_pages = (
+            KvPages.of_layout(self._stores.kv, layout, config.kv_row_bytes_per_layer)
+            if workers_per_group > 1
+            else None
+        )
+        front = self._broker()
+        front.declare([*control_queues(), *group_queues(layout)])
+        self.producer = Producer(front, ledger)
+        scheduler = Scheduler(
+            model=ServedModel(layout, config, tokenizer, chat_template),
+            broker=self._broker(),
+            ledger=ledger,
+            kv_pages=kv_pages,
+            coverage=lambda: [workers_per_group] * num_groups,
+            draw_seed=lambda: secrets.randbits(63),
+        )
+        turns: list[Callable[[float], object]] = [scheduler.turn]
+        for group in range(num_groups):
+            for _ in range(workers_per_group):
+                worker = Worker(
+                    layout=layout,
+                    config=config,
+                    layer_groups={group: _load(manifest, layout, group, read_shard, backend)},
+                    broker=self._broker(),
+                    ledger=ledger,
+                    kv_pages=kv_pages,
+                    limits=limits,
+                )
+                turns.append(worker.turn)
+        self._threads = [
+            threading.Thread(target=self._run, args=(turn,), name=f"cellpipe-{i}", daemon=True)
+            for i, turn in enumerate(turns)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def check(self) -> None:
+        """Raise what a thread died of, if one did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Stop the threads; they end with their current turn."""
+        self._stopping.set()
+        for broker in self._brokers:
+            broker.close()
+        for thread in self._threads:
+            thread.join()
+        self._stores.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+        self.check()
+
+    def _broker(self) -> MemoryBroker:
+        broker = MemoryBroker(self._hub)
+        self._brokers.append(broker)
+        return broker
+
+    def _run(self, turn: Callable[[float], object]) -> None:
+        try:
+            while not self._stopping.is_set():
+                turn(TURN_S)
+        except BrokerUnavailable:
+            if not self._stopping.is_set():
+                raise
+        except BaseException as error:
+            self._failure = error
+            raise
+
+
+def _load(
+    manifest: Manifest,
+    layout: Layout,
+    group: int,
+    read_shard: ReadShard,
+    backend: KernelBackend,
+) -> LayerGroup:
+    first, end = layout.bounds[group]
+    return LayerGroup.load(
+        ModelConfig.from_dict(manifest.config),
+        manifest,
+        first,
+        end,
+        read_shard,
+        first=group == 0,
+        last=group == layout.last_group,
+        backend=backend,
+    )
