@@ -25,11 +25,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()
-def pull(model: if TYPE_CHECKING:
-    from services.loader.layout import GroupPlan
-    from services.loader.packed import PackedModel
-
-ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> None:
+def pull(model: ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> None:
     """Fetch a model file into the cache, verified by its SHA-256.
 
     Example: cellpipe pull smollm2-135m
@@ -44,11 +40,7 @@ ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> None:
 
 @app.command()
 def load(
-    model: if TYPE_CHECKING:
-    from services.loader.layout import GroupPlan
-    from services.loader.packed import PackedModel
-
-ModelArgument = DEFAULT_MODEL,
+    model: ModelArgument = DEFAULT_MODEL,
     groups: Annotated[int, typer.Option("--groups", "-g", help="Number of layer groups.")] = 1,
     memory: Annotated[
         str, typer.Option(help="Memory of one worker, to say whether each group fits.")
@@ -95,11 +87,7 @@ ModelArgument = DEFAULT_MODEL,
 
 
 @app.command()
-def inspect(model: if TYPE_CHECKING:
-    from services.loader.layout import GroupPlan
-    from services.loader.packed import PackedModel
-
-ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> None:
+def inspect(model: ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> None:
     """Show a model's config, its shards and the chunks that the kernel eats.
 
     Example: cellpipe inspect ./model.gguf --json
@@ -144,9 +132,7 @@ ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> None:
                 f"{matrix.chunk_bytes / 1024:.1f}",
             )
     console.print(matrices)
-    console.print(
-        f"total {inspection.num_bytes / 1e6:.1f} MB in {inspection.num_chunks} chunks"
-    )
+    console.print(f"total {inspection.num_bytes / 1e6:.1f} MB in {inspection.num_chunks} chunks")
 
 
 def _packed(config: Config, model: str) -> PackedModel:
@@ -178,4 +164,3 @@ def _print_layout(model_id: str, plans: Sequence[GroupPlan], budget_bytes: int) 
             "yes" if plan.fits else "NO",
         )
     Console().print(table)
-

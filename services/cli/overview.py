@@ -47,7 +47,8 @@ class Overview:
 def read_overview(config: Config) -> Overview:
     """Ask every server once; what does not answer becomes a problem, not an exception."""
     overview = Overview()
-    assert config.redis_url is not None and config.amqp_url is not None
+    assert config.redis_url is not None
+    assert config.amqp_url is not None
     stores = connect(config.redis_url, config.redis_kv_url, config.redis_weights_url)
     try:
         stores.ping()
