@@ -1,0 +1,102 @@
+"""The tokens depend on the prompt, the sampling parameters and the seed, and on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.embedded import Engine
+from services.loader.packed import PackedModel, open_packed
+from shared.messages import Request, SamplingParams
+from shared.model.backend import pick_backend
+from shared.producer import new_request_id
+from shared.store.ledger_types import TokenEvent
+from shared.text.document import read_text_document
+from tests.cluster import ThreadCluster
+from tests.reference_run import ReferenceModel
+
+pytestmark = pytest.mark.real_model
+
+PROMPT = "The three primary colours are"
+GREEDY = SamplingParams(seed=0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=7, max_tokens=24,
+                         ignore_eos=True)  # fmt: skip
+
+Ask = Callable[[SamplingParams], list[int]]
+
+
+@pytest.fixture(scope="module")
+def packed(real_model_path: Path) -> PackedModel:
+    return open_packed(real_model_path, real_model_path.parent)
+
+
+@pytest.fixture(scope="module")
+def prompt(packed: PackedModel) -> list[int]:
+    tokenizer, _ = read_text_document(bytes(packed.read_shard("tokenizer")))
+    return tokenizer.encode(PROMPT, parse_special=False)
+
+
+@pytest.fixture(scope="module")
+def expected(packed: PackedModel, prompt: list[int]) -> list[list[int]]:
+    reference = ReferenceModel(packed.manifest, packed.read_shard)
+    return [reference.generate(prompt, params) for params in (GREEDY, SAMPLED)]
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 30])
+@pytest.mark.parametrize("workers_per_group", [1, 2])
+def test_embedded_pipeline_equals_the_reference(
+    packed: PackedModel,
+    prompt: list[int],
+    expected: list[list[int]],
+    num_groups: int,
+    workers_per_group: int,
+) -> None:
+    with Engine(
+        packed.manifest,
+        packed.read_shard,
+        pick_backend(),
+        num_groups=num_groups,
+        workers_per_group=workers_per_group,
+    ) as engine:
+        answers = [_ask_engine(engine, prompt, params) for params in (GREEDY, SAMPLED)]
+
+    assert answers == expected
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("num_groups", [1, 3, 30])
+@pytest.mark.parametrize("workers_per_group", [1, 2])
+def test_cluster_equals_the_reference(
+    amqp_url: str,
+    fresh_redis_url: str,
+    packed: PackedModel,
+    prompt: list[int],
+    expected: list[list[int]],
+    num_groups: int,
+    workers_per_group: int,
+) -> None:
+    with ThreadCluster(
+        amqp_url,
+        fresh_redis_url,
+        packed,
+        num_groups=num_groups,
+        workers_per_group=workers_per_group,
+    ) as cluster:
+        answers = [cluster.ask(prompt, params)[0] for params in (GREEDY, SAMPLED)]
+
+    assert answers == expected
+
+
+def test_greedy_and_sampled_answers_differ(expected: list[list[int]]) -> None:
+    assert expected[0] != expected[1]
+
+
+def _ask_engine(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
+    request_id = new_request_id()
+    engine.producer.submit(
+        Request(request_id=request_id, token_ids=tuple(prompt), sampling=params)
+    )
+    events = engine.producer.events(request_id, silence_s=60, on_silence=engine.check)
+    return [event.token_id for event in events if isinstance(event, TokenEvent)]
