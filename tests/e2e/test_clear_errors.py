@@ -14,7 +14,7 @@ from shared.store import keys
 from shared.store.connection import connect
 from shared.store.shards import ShardStore
 from shared.topology import DEAD_QUEUE, REQUESTS_QUEUE, group_queue
-from tests.gguf_files import write_tiny_gguf
+from tests.gguf_files import TinyModel, write_gguf
 from tests.processes import ProcessCluster, cellpipe
 
 CLOSED_PORT_URL = "127.0.0.1:1"
@@ -22,7 +22,7 @@ CLOSED_PORT_URL = "127.0.0.1:1"
 
 @pytest.fixture
 def tiny_gguf(tmp_path: Path) -> Path:
-    return write_tiny_gguf(tmp_path / "tiny.gguf")
+    return write_gguf(tmp_path / "tiny.gguf")
 
 
 def test_unknown_model_names_the_known_ones(tmp_path: Path) -> None:
@@ -46,7 +46,9 @@ def test_truncated_gguf_is_refused(tiny_gguf: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_architecture_is_named(tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "odd.gguf", architecture="mamba9")
+    path = write_gguf(
+        tmp_path / "odd.gguf", TinyModel(architecture="mamba9")
+    )
 
     result = cellpipe("inspect", str(path), settings={"CELLPIPE_CACHE_DIR": str(tmp_path)})
 
