@@ -145,18 +145,7 @@ def group_queues(
     )
 
 
-def shards_of_group(manifest: Manifest, layout: Layout, group: int) -> tuple[str, ...]:
-    """Names of the shards that a worker needs to serve a layer group, each once."""
-    first, end = layout.bounds[group]
-    names = ["rope", *(f"layer.{index}" for index in range(first, end))]
-    is_last = group == layout.last_group
-    if group == 0 or (is_last and manifest.config["tie_word_embeddings"]):
-        names.insert(0, "embedding")
-    if is_last:
-        names.append("head")
-    return tuple(names)
-
-
 def group_bytes(manifest: Manifest, layout: Layout, group: int) -> int:
     """Bytes of weights that a worker holds to serve a layer group."""
-    return sum(manifest.shard(name).num_bytes for name in shards_of_group(manifest, layout, group))
+    tied = bool(manifest.config["tie_word_embeddings"])
+    return sum(manifest.shard(name).num_bytes for name in group_shards(layout, group, tied=tied))

@@ -119,13 +119,16 @@ def _pack_into(
 ) -> None:
     description = read_gguf(model_file)
     source_sha256 = file_sha256(model_file)
-    num_shards = description.config.num_hidden_layers + 4  # tokenizer, rope, embedding, head
+    # Shards are about as large as what they are made of; the bar ends with the last one.
+    total = model_file.stat().st_size
     entries: list[ShardEntry] = []
-    progress("pack", 0, num_shards)
+    done = 0
+    progress("pack", done, total)
     for shard in pack_shards(description, options):
         (folder / f"{shard.entry.name}.shard").write_bytes(shard.data.data)
         entries.append(shard.entry)
-        progress("pack", len(entries), num_shards)
+        done += shard.entry.num_bytes
+        progress("pack", min(done, total), total)
     manifest = build_manifest(description, options, entries, source_sha256=source_sha256)
     (folder / MANIFEST_FILE).write_text(manifest.to_json())
 

@@ -29,7 +29,7 @@ from shared.store.ledger import Ledger
 from shared.store.presence import Presence
 from shared.store.presence_types import WorkerInfo, WorkerState
 from shared.store.shards import ShardStore
-from shared.topology import Layout, control_queues, group_bytes, group_queues, shards_of_group
+from shared.topology import Layout, control_queues, group_bytes, group_queues, group_shards
 
 log = structlog.get_logger()
 
@@ -212,6 +212,6 @@ class WorkerService:
         names = {
             name
             for group in self._worker.groups
-            for name in shards_of_group(self._manifest, self._layout, group)
+            for name in group_shards(self._layout, group, tied=self._config.tie_word_embeddings)
         }
         return sum(self._manifest.shard(name).num_bytes for name in names)

@@ -46,9 +46,7 @@ def test_truncated_gguf_is_refused(tiny_gguf: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_architecture_is_named(tmp_path: Path) -> None:
-    path = write_gguf(
-        tmp_path / "odd.gguf", TinyModel(architecture="mamba9")
-    )
+    path = write_gguf(tmp_path / "odd.gguf", TinyModel(architecture="mamba9"))
 
     result = cellpipe("inspect", str(path), settings={"CELLPIPE_CACHE_DIR": str(tmp_path)})
 

@@ -95,8 +95,6 @@ def test_greedy_and_sampled_answers_differ(expected: list[list[int]]) -> None:
 
 def _ask_engine(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
     request_id = new_request_id()
-    engine.producer.submit(
-        Request(request_id=request_id, token_ids=tuple(prompt), sampling=params)
-    )
+    engine.producer.submit(Request(request_id=request_id, token_ids=tuple(prompt), sampling=params))
     events = engine.producer.events(request_id, silence_s=60, on_silence=engine.check)
     return [event.token_id for event in events if isinstance(event, TokenEvent)]
