@@ -1,4 +1,4 @@
-"""What goes wrong is said in one clear message: the thing, the remedy, an exit code, no traceback."""
+"""What goes wrong is said in one clear message: thing, remedy, exit code, no traceback."""
 
 from __future__ import annotations
 
