@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.codec import JSON, MAX_FRAME_BYTES, decode, encode
@@ -329,11 +329,13 @@ def steps(draw: st.DrawFn) -> Step:
     )
 
 
+@settings(deadline=None)  # other processes may hold the cores
 @given(st.one_of(steps(), requests, replies))
 def test_any_message_survives_the_wire(message: Message) -> None:
     assert_same(decode(encode(message)), message)
 
 
+@settings(deadline=None)  # other processes may hold the cores
 @given(st.binary(max_size=200), st.sampled_from(["application/msgpack", JSON]))
 def test_any_bytes_give_a_message_or_one_error(body: bytes, content_type: str) -> None:
     with contextlib.suppress(DecodeError, RequestError):
