@@ -123,7 +123,7 @@ class ShardStore:
                     f"model {manifest.model_id}, shard {shard_name}, segment {index} {problem} "
                     f"in the store at {self._weights.name}",
                     remedy="load the model again, which sends only what is wrong: "
-                    "cellpipe load MODEL --verify",
+                    "cellpipe load MODEL",
                 )
             out[start : start + segment.num_bytes] = np.frombuffer(body or b"", np.uint8)
             start += segment.num_bytes
