@@ -1,6 +1,7 @@
 """Builds a small random packed model: a manifest and its shards, as the loader would write them.
 
-For tests that need a model but no file. Equal arguments give equal bytes.
+For tests that need a model but no file. Equal arguments give equal bytes: the weights come from the
+raw words of Philox, which NumPy promises to keep, unlike its distributions.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def tiny_model(
     `changes` go to `tiny_config`. The tokenizer shard is missing: the kernel knows no text.
     """
     config = tiny_config(**changes)
-    rng = np.random.default_rng(seed)
+    rng = _Uniform(seed)
     shards = {"embedding": _Shard(ShardKind.EMBEDDING, local_store_bytes)}
     d, inner = config.hidden_size, config.intermediate_size
     vocab = (config.vocab_size, d)
@@ -109,6 +110,18 @@ def rope_tables(config: ModelConfig) -> tuple[npt.NDArray[np.float32], npt.NDArr
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
+class _Uniform:
+    """Numbers in [-1, 1) of 24 bits."""
+
+    def __init__(self, seed: int) -> None:
+        self._words = np.random.Philox(key=seed)
+
+    def draw(self, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+        words = self._words.random_raw(shape[0] * shape[1])
+        units = (words >> np.uint64(40)).astype(np.float32)  # exact
+        return (units * np.float32(2.0**-23) - np.float32(1)).reshape(shape)
+
+
 class _Shard:
     """A shard that is being written: tensors at offsets aligned to 128."""
 
@@ -119,11 +132,9 @@ class _Shard:
         self.tensors: list[TensorEntry] = []
         self._local_store_bytes = local_store_bytes
 
-    def matrix(
-        self, name: str, rng: np.random.Generator, shape: tuple[int, int], kind: TensorKind
-    ) -> None:
+    def matrix(self, name: str, rng: _Uniform, shape: tuple[int, int], kind: TensorKind) -> None:
         rows, cols = shape
-        weights = (rng.standard_normal(shape) / np.sqrt(cols)).astype(np.float32)
+        weights = rng.draw(shape) * np.float32((3 / cols) ** 0.5)  # variance 1 / cols
         chunk_rows = choose_chunk_rows(kind, rows, cols, local_store_bytes=self._local_store_bytes)
         if kind is TensorKind.INT4:
             packed = pack_int4(*quantize_int4(weights), chunk_rows)
@@ -131,8 +142,8 @@ class _Shard:
             packed = pack_int8(*quantize_int8(weights), chunk_rows)
         self._add(name, kind, shape, packed.tobytes(), chunk_rows)
 
-    def norm(self, name: str, rng: np.random.Generator, size: int) -> None:
-        self.floats(name, (1 + 0.1 * rng.standard_normal((1, size))).astype(np.float32))
+    def norm(self, name: str, rng: _Uniform, size: int) -> None:
+        self.floats(name, 1 + rng.draw((1, size)) * np.float32(0.25))
 
     def floats(self, name: str, values: npt.NDArray[np.float32]) -> None:
         rows, cols = values.shape

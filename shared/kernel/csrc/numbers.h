@@ -28,6 +28,13 @@ static inline float cp_float(uint32_t u)
     return x;
 }
 
+/* yes or no, by a mask: a branch would keep a loop from being vectorised. */
+static inline uint32_t cp_select(int condition, uint32_t yes, uint32_t no)
+{
+    uint32_t mask = 0u - (uint32_t)condition;
+    return (yes & mask) | (no & ~mask);
+}
+
 /* Rounded to an integer, ties to even, for |x| < 2^22. Adding 1.5 * 2^23 pushes the fraction out. */
 #define CP_ROUNDER 12582912.0f
 
@@ -49,7 +56,7 @@ static inline float cp_from_half1(uint32_t h)
     uint32_t magnitude = (h & 0x7fffu) << 13;
     uint32_t normal = magnitude + (112u << 23);
     float subnormal = cp_float(magnitude + (113u << 23)) - 6.103515625e-05f; /* 2^-14 */
-    uint32_t u = magnitude < (1u << 23) ? cp_bits(subnormal) : normal;
+    uint32_t u = cp_select(magnitude < (1u << 23), cp_bits(subnormal), normal);
     return cp_float(u | (h & 0x8000u) << 16);
 }
 
@@ -65,7 +72,7 @@ static inline uint32_t cp_to_half1(float x)
     normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
     /* Below 2^-14 the unit is 2^-24: adding 0.5 makes the FPU round there. */
     subnormal = cp_bits(cp_float(magnitude) + 0.5f) - 0x3f000000u;
-    return sign | (magnitude < (113u << 23) ? subnormal : normal);
+    return sign | cp_select(magnitude < (113u << 23), subnormal, normal);
 }
 
 /* 2^n * p(r) with x = n ln 2 + r. */

@@ -6,29 +6,47 @@
 #include "internal.h"
 #include "numbers.h"
 
+#include <string.h>
+
 #define SLAB 64
 
-static inline uint32_t half_at(const uint8_t *p)
+static inline void halves(const uint8_t *p, float out[CP_BLOCK])
 {
-    return (uint32_t)p[0] | (uint32_t)p[1] << 8;
-}
-
-static void halves(const uint8_t *p, float out[CP_BLOCK])
-{
-    uint32_t h[CP_BLOCK];
+    uint16_t h[CP_BLOCK];
     int r;
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    memcpy(h, p, sizeof h);
+#else
     for (r = 0; r < CP_BLOCK; r++)
-        h[r] = half_at(p + 2 * r);
+        h[r] = (uint16_t)(p[2 * r] | p[2 * r + 1] << 8);
+#endif
     for (r = 0; r < CP_BLOCK; r++)
         out[r] = cp_from_half1(h[r]);
 }
 
-/* The 4 lanes of each row. */
-static inline void fold(const int16_t lane[SLAB], int32_t dot[CP_BLOCK])
+/* 4 activations, repeated. */
+static inline void repeat4(const int8_t *q, int16_t out[16])
+{
+    int j;
+    for (j = 0; j < 16; j++)
+        out[j] = q[j & 3];
+}
+
+/* Adds neighbouring lanes, two a row, to `pair`. */
+static inline void add_pairs(const int16_t lane[SLAB], int32_t pair[SLAB / 2])
+{
+    uint32_t word[SLAB / 2];
+    int w;
+    memcpy(word, lane, sizeof word);
+    for (w = 0; w < SLAB / 2; w++)
+        pair[w] += (int32_t)(int16_t)(word[w] & 0xffffu) + (int32_t)(int16_t)(word[w] >> 16);
+}
+
+static inline void add_rows(const int32_t pair[SLAB / 2], float dot[CP_BLOCK])
 {
     int r;
     for (r = 0; r < CP_BLOCK; r++)
-        dot[r] += (int32_t)lane[4 * r] + lane[4 * r + 1] + lane[4 * r + 2] + lane[4 * r + 3];
+        dot[r] = (float)(pair[2 * r] + pair[2 * r + 1]);
 }
 
 static void block_int4(const uint8_t *block, const cp_acts *x, int32_t first, int32_t n,
@@ -46,18 +64,22 @@ static void block_int4(const uint8_t *block, const cp_acts *x, int32_t first, in
             const int8_t *q = x->q + at * CP_GROUP;
             float d = x->d[at], ds = x->ds[at];
             int16_t lane[SLAB] = {0}; /* 8 products of at most 15 * 127 */
-            int32_t dot[CP_BLOCK] = {0};
+            int32_t pair[SLAB / 2] = {0};
+            float dot[CP_BLOCK];
             for (p = 0; p < 4; p++) {
                 const uint8_t *slab = block + 64 + SLAB * p;
-                const int8_t *low = q + 4 * p, *high = q + 16 + 4 * p;
-                for (r = 0; r < SLAB; r += 4)
-                    for (i = 0; i < 4; i++)
+                int16_t low[16], high[16];
+                repeat4(q + 4 * p, low);
+                repeat4(q + 16 + 4 * p, high);
+                for (r = 0; r < SLAB; r += 16)
+                    for (i = 0; i < 16; i++)
                         lane[r + i] = (int16_t)(lane[r + i] + (slab[r + i] & 15) * low[i] +
                                                 (slab[r + i] >> 4) * high[i]);
             }
-            fold(lane, dot);
+            add_pairs(lane, pair);
+            add_rows(pair, dot);
             for (r = 0; r < CP_BLOCK; r++) {
-                a[t][r] += (scale[r] * d) * (float)dot[r];
+                a[t][r] += (scale[r] * d) * dot[r];
                 b[t][r] += min[r] * ds;
             }
         }
@@ -83,17 +105,22 @@ static void block_int8(const uint8_t *block, const cp_acts *x, int32_t first, in
             size_t at = (size_t)(first + t) * (size_t)x->groups + (size_t)g;
             const int8_t *q = x->q + at * CP_GROUP;
             float d = x->d[at];
-            int32_t dot[CP_BLOCK] = {0};
+            int32_t pair[SLAB / 2] = {0};
+            float dot[CP_BLOCK];
             for (p = 0; p < 8; p += 2) {
                 int16_t lane[SLAB]; /* 2 products of at most 128 * 127 */
-                const int8_t *even = w + SLAB * p, *odd = even + SLAB, *y = q + 4 * p;
-                for (r = 0; r < SLAB; r += 4)
-                    for (i = 0; i < 4; i++)
-                        lane[r + i] = (int16_t)(even[r + i] * y[i] + odd[r + i] * y[4 + i]);
-                fold(lane, dot);
+                const int8_t *even = w + SLAB * p, *odd = even + SLAB;
+                int16_t y[16], z[16];
+                repeat4(q + 4 * p, y);
+                repeat4(q + 4 * p + 4, z);
+                for (r = 0; r < SLAB; r += 16)
+                    for (i = 0; i < 16; i++)
+                        lane[r + i] = (int16_t)(even[r + i] * y[i] + odd[r + i] * z[i]);
+                add_pairs(lane, pair);
             }
+            add_rows(pair, dot);
             for (r = 0; r < CP_BLOCK; r++)
-                a[t][r] += (scale[r] * d) * (float)dot[r];
+                a[t][r] += (scale[r] * d) * dot[r];
         }
     }
     for (t = 0; t < n; t++)

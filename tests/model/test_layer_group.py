@@ -1,0 +1,334 @@
+"""Facts about a whole tiny model: its bits do not depend on how the work is cut."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.errors import KernelError, KvMissing, ModelError, ShardError
+from shared.manifest import Manifest, TensorKind
+from shared.model.backend import pick_backend
+from shared.model.kv_cache import SequenceCache
+from shared.model.layer_group import LayerGroup, SequenceSlice
+from tests.kernel_backends import backend_or_skip, every_backend
+from tests.tiny_model import TinyModel, tiny_model
+
+NUM_TOKENS = 37
+VARIANTS: dict[str, dict[str, object]] = {
+    "tied": {},
+    "half pairing, untied, int8": {
+        "rope_pairing": "half",
+        "tie_word_embeddings": False,
+        "layer_kind": TensorKind.INT8,
+        "vocab_size": 250,
+    },
+    "one wide kv head": {"num_key_value_heads": 1, "head_dim": 96, "hidden_size": 160},
+    "every head its own kv, narrow": {"num_key_value_heads": 4, "head_dim": 8},
+}
+
+
+def load(model: TinyModel, backend_name: str, first: int = 0, end: int = 4) -> LayerGroup:
+    return LayerGroup.load(
+        model.config,
+        model.manifest,
+        first,
+        end,
+        model.read_shard,
+        first=first == 0,
+        last=end == model.config.num_hidden_layers,
+        backend=backend_or_skip(backend_name),
+    )
+
+
+def prompt(seed: int = 0, num_tokens: int = NUM_TOKENS) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 250, num_tokens).astype(np.int32)
+
+
+def run_whole(group: LayerGroup, tokens: np.ndarray) -> tuple[np.ndarray, bytes]:
+    """Hidden states and KV rows of a prompt in one piece."""
+    cache = group.new_cache()
+    hidden = group.forward(group.embed(tokens), [SequenceSlice(cache, 0, len(tokens))])
+    return hidden, cache.export_rows(0, len(tokens))
+
+
+@pytest.fixture(scope="module")
+def model() -> TinyModel:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module", params=["native", "reference"])
+def group(request: pytest.FixtureRequest, model: TinyModel) -> LayerGroup:
+    return load(model, request.param)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_native_equals_the_reference(variant: str) -> None:
+    other = tiny_model(3, **VARIANTS[variant])  # type: ignore[arg-type]
+    native, reference = load(other, "native"), load(other, "reference")
+
+    hidden, rows = run_whole(native, prompt())
+    want_hidden, want_rows = run_whole(reference, prompt())
+
+    assert hidden.tobytes() == want_hidden.tobytes()
+    assert rows == want_rows
+    assert native.logits(hidden).tobytes() == reference.logits(hidden).tobytes()
+    assert np.isfinite(hidden).all()
+    assert len(np.unique(hidden)) > hidden.size // 2
+
+
+@given(cuts=st.lists(st.integers(1, NUM_TOKENS - 1), max_size=5, unique=True))
+@settings(max_examples=15, deadline=None)
+def test_the_chunking_of_a_prompt_does_not_matter(group: LayerGroup, cuts: list[int]) -> None:
+    want_hidden, want_rows = run_whole(group, prompt())
+    bounds = [0, *sorted(cuts), NUM_TOKENS]
+    cache = group.new_cache()
+
+    pieces = [
+        group.forward(
+            group.embed(prompt()[start:stop]), [SequenceSlice(cache, start, stop - start)]
+        )
+        for start, stop in itertools.pairwise(bounds)
+    ]
+
+    assert np.concatenate(pieces).tobytes() == want_hidden.tobytes()
+    assert cache.export_rows(0, NUM_TOKENS) == want_rows
+
+
+@given(
+    starts=st.lists(st.integers(0, 20), min_size=2, max_size=5),
+    sizes=st.lists(st.integers(1, 17), min_size=5, max_size=5),
+    order=st.randoms(use_true_random=False),
+)
+@settings(max_examples=15, deadline=None)
+def test_the_neighbours_in_a_batch_do_not_matter(
+    group: LayerGroup, starts: list[int], sizes: list[int], order: object
+) -> None:
+    wholes = [run_whole(group, prompt(i)) for i in range(len(starts))]
+    indices = list(range(len(starts)))
+    order.shuffle(indices)  # type: ignore[attr-defined]
+    slices, inputs, wanted = [], [], []
+    for i in indices:
+        cache = group.new_cache()
+        cache.import_rows(0, wholes[i][1][: starts[i] * cache.row_bytes])
+        part = slice(starts[i], starts[i] + sizes[i])
+        slices.append(SequenceSlice(cache, starts[i], sizes[i]))
+        inputs.append(group.embed(prompt(i)[part]))
+        wanted.append(wholes[i][0][part])
+
+    hidden = group.forward(np.concatenate(inputs), slices)
+
+    assert hidden.tobytes() == np.concatenate(wanted).tobytes()
+
+
+@pytest.mark.parametrize(
+    "bounds", [[(0, 1), (1, 4)], [(0, 2), (2, 4)], [(i, i + 1) for i in range(4)]]
+)
+@every_backend
+def test_the_cut_of_the_layers_does_not_matter(
+    model: TinyModel, backend_name: str, bounds: list[tuple[int, int]]
+) -> None:
+    whole = load(model, backend_name)
+    want, _ = run_whole(whole, prompt())
+    parts = [load(model, backend_name, first, end) for first, end in bounds]
+
+    hidden = parts[0].embed(prompt())
+    for part in parts:
+        hidden = part.forward(hidden, [SequenceSlice(part.new_cache(), 0, NUM_TOKENS)])
+
+    assert hidden.tobytes() == want.tobytes()
+    assert parts[-1].logits(hidden[-1:]).tobytes() == whole.logits(want[-1:]).tobytes()
+
+
+def test_rows_recomputed_from_an_earlier_position_replace_the_later_ones(
+    group: LayerGroup,
+) -> None:
+    want, want_rows = run_whole(group, prompt())
+    cache = group.new_cache()
+    group.forward(group.embed(prompt(9)), [SequenceSlice(cache, 0, NUM_TOKENS)])
+
+    hidden = group.forward(group.embed(prompt()), [SequenceSlice(cache, 0, NUM_TOKENS)])
+
+    assert hidden.tobytes() == want.tobytes()
+    assert cache.export_rows(0, NUM_TOKENS) == want_rows
+
+
+def test_the_input_is_left_as_it_was(group: LayerGroup) -> None:
+    hidden = group.embed(prompt())
+    before = hidden.copy()
+
+    group.forward(hidden, [SequenceSlice(group.new_cache(), 0, NUM_TOKENS)])
+
+    assert hidden.tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+def test_hidden_states_that_are_not_finite_name_their_row_and_leave_no_kv(
+    group: LayerGroup, bad: float
+) -> None:
+    hidden = group.embed(prompt())
+    hidden[20, 3] = bad
+    cache = group.new_cache()
+
+    with pytest.raises(KernelError, match=r"layer 0 of the group.*batch row 20"):
+        group.forward(hidden, [SequenceSlice(cache, 0, NUM_TOKENS)])
+
+    assert cache.num_positions == 0
+
+
+def test_a_token_outside_the_vocabulary_is_refused(group: LayerGroup) -> None:
+    for token in (-1, 256):
+        with pytest.raises(KernelError, match="row 1: a token id"):
+            group.embed(np.array([0, token], np.int32))
+
+
+def test_missing_rows_of_the_cache_are_not_computed_around(group: LayerGroup) -> None:
+    cache = group.new_cache()
+
+    with pytest.raises(KvMissing, match=r"0\.\.5 are missing"):
+        group.forward(group.embed(prompt()[:1]), [SequenceSlice(cache, 5, 1)])
+
+
+def test_a_malformed_batch_is_refused(group: LayerGroup) -> None:
+    hidden = group.embed(prompt()[:4])
+    cache = group.new_cache()
+
+    with pytest.raises(KernelError, match="shape"):
+        group.forward(hidden, [SequenceSlice(cache, 0, 3)])
+    with pytest.raises(KernelError, match="shape"):
+        group.forward(hidden[:0], [])
+    with pytest.raises(KernelError, match="once"):
+        group.forward(hidden, [SequenceSlice(cache, 0, 2), SequenceSlice(cache, 0, 2)])
+    with pytest.raises(KernelError, match=r"254\.\.258"):
+        group.forward(hidden, [SequenceSlice(cache, 254, 4)])
+
+
+def test_the_last_position_of_the_model_can_be_computed(group: LayerGroup) -> None:
+    cache = group.new_cache()
+    cache.import_rows(0, bytes(255 * cache.row_bytes))
+
+    hidden = group.forward(group.embed(prompt()[:1]), [SequenceSlice(cache, 255, 1)])
+
+    assert np.isfinite(hidden).all()
+    assert cache.num_positions == 256
+
+
+@every_backend
+def test_a_shard_is_read_once(backend_name: str) -> None:
+    tied = tiny_model()
+
+    load(tied, backend_name)
+
+    assert set(tied.num_reads) == set(tied.shards)
+    assert set(tied.num_reads.values()) == {1}
+
+
+@every_backend
+def test_a_middle_group_reads_only_its_layers_and_the_rope(backend_name: str) -> None:
+    other = tiny_model()
+
+    load(other, backend_name, 1, 3)
+
+    assert set(other.num_reads) == {"layer.1", "layer.2", "rope"}
+
+
+def test_a_short_shard_is_refused_by_name() -> None:
+    other = tiny_model()
+    other.shards["layer.2"] = other.shards["layer.2"][:-1]
+
+    with pytest.raises(ShardError, match=r"layer\.2"):
+        load(other, "reference")
+
+
+def with_tensor(model: TinyModel, shard: str, tensor: str, **changes: object) -> TinyModel:
+    """The model with one tensor entry of its manifest changed."""
+    shards = tuple(
+        replace(
+            s,
+            tensors=tuple(
+                replace(t, **changes) if (s.name, t.name) == (shard, tensor) else t  # type: ignore[arg-type]
+                for t in s.tensors
+            ),
+        )
+        for s in model.manifest.shards
+    )
+    manifest = Manifest(model.manifest.model_id, model.manifest.config, shards)
+    return TinyModel(model.config, manifest, model.shards)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "changes"),
+    [
+        ("q_proj", {"rows": 48}),
+        ("up_proj", {"chunk_rows": 8}),
+        ("down_proj", {"num_bytes": 128}),
+        ("k_proj", {"offset": 10**9}),
+        ("k_proj", {"offset": 8}),
+        ("input_layernorm", {"kind": TensorKind.INT8}),
+        ("v_proj", {"kind": TensorKind.F32}),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused_by_tensor(
+    tensor: str, changes: dict[str, object]
+) -> None:
+    broken = with_tensor(tiny_model(), "layer.1", tensor, **changes)
+
+    with pytest.raises(ModelError, match=rf"layer\.1/{tensor}"):
+        load(broken, "reference")
+
+
+def test_layers_outside_the_model_are_refused(model: TinyModel) -> None:
+    with pytest.raises(ModelError, match=r"3\.\.5"):
+        LayerGroup.load(
+            model.config,
+            model.manifest,
+            3,
+            5,
+            model.read_shard,
+            first=False,
+            last=True,
+            backend=pick_backend("reference"),
+        )
+
+
+def test_an_aligned_shard_is_viewed_and_not_copied() -> None:
+    from shared.kernel.chunks import aligned_zeros
+    from shared.kernel.weights import GroupWeights
+    from shared.model.forward import ReferenceBackend, ReferenceGroup
+
+    other = tiny_model()
+    buffers = {}
+    for name, raw in other.shards.items():
+        buffers[name] = aligned_zeros(len(raw))
+        buffers[name][:] = np.frombuffer(raw, np.uint8)
+    bound: list[GroupWeights] = []
+
+    class Recording(ReferenceBackend):
+        def bind(self, weights: GroupWeights) -> ReferenceGroup:
+            bound.append(weights)
+            return super().bind(weights)
+
+    LayerGroup.load(
+        other.config,
+        other.manifest,
+        0,
+        4,
+        buffers.__getitem__,
+        first=True,
+        last=True,
+        backend=Recording(),
+    )
+
+    assert np.shares_memory(bound[0].layers[2].down.data, buffers["layer.2"])
+    assert bound[0].embedding is not None
+    assert np.shares_memory(bound[0].embedding.data, buffers["embedding"])
+
+
+def test_caches_have_the_size_that_the_config_promises(group: LayerGroup) -> None:
+    cache: SequenceCache = group.new_cache()
+
+    assert cache.row_bytes == 4 * group.config.kv_row_bytes_per_layer
