@@ -1,0 +1,248 @@
+"""The ledger's promises, on every variant of the store."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shared.errors import DecodeError, RequestError
+from shared.messages import FinishReason, SamplingParams
+from shared.store import keys
+from shared.store.connection import Stores
+from shared.store.ledger import Ledger
+from shared.store.ledger_types import (
+    AlreadyCommitted,
+    Committed,
+    Fenced,
+    FinalEvent,
+    Finished,
+    Gap,
+    LedgerRecord,
+    RequestState,
+    Stale,
+    TokenEvent,
+    Unknown,
+)
+
+RECORD = LedgerRecord(
+    request_id="req-1",
+    model_id="tiny@0123",
+    layout_id="even3",
+    prompt_token_ids=(1, 49_151, 7),
+    sampling=SamplingParams(0.8, 40, 0.9, 2**64 - 1, 50, True),
+    max_position=52,
+    stop_token_ids=(0, 2),
+    epoch=4,
+    created_unix_ms=1_790_000_000_000,
+    deadline_unix_ms=1_790_000_060_000,
+)
+
+
+@pytest.fixture
+def ledger(stores: Stores) -> Ledger:
+    ledger = Ledger(stores.meta)
+    assert ledger.admit(RECORD)
+    return ledger
+
+
+def test_a_record_is_read_as_it_was_written(ledger: Ledger) -> None:
+    got = ledger.get("req-1")
+
+    assert got == dataclasses.replace(RECORD, committed_position=2)
+    assert got.num_generated == 0
+
+
+def test_a_request_that_is_known_is_adopted_not_overwritten(ledger: Ledger) -> None:
+    ledger.commit("req-1", 4, 3, 11)
+
+    admitted = ledger.admit(dataclasses.replace(RECORD, prompt_token_ids=(9,)))
+
+    assert not admitted
+    record = ledger.get("req-1")
+    assert record is not None
+    assert (record.prompt_token_ids, record.committed_position) == ((1, 49_151, 7), 3)
+
+
+def test_an_unknown_request_has_no_record_and_no_state(ledger: Ledger) -> None:
+    assert ledger.get("nobody") is None
+    assert ledger.states(["nobody"]) == {}
+    assert ledger.tokens("nobody") == []
+    assert ledger.events("nobody") == []
+    assert ledger.commit("nobody", 0, 1, 2) == Unknown()
+    assert ledger.finish("nobody", FinishReason.ABORT) is False
+    assert ledger.advance_epoch("nobody", 0, 1) is None
+
+
+def test_a_garbled_record_is_a_decode_error(ledger: Ledger, stores: Stores) -> None:
+    stores.meta.run(("HSET", keys.ledger("req-1"), "max_position", "many"))
+
+    with pytest.raises(DecodeError, match="ledger of request req-1"):
+        ledger.get("req-1")
+
+
+def test_the_first_writer_of_a_position_wins(ledger: Ledger) -> None:
+    first = ledger.commit("req-1", 4, 3, 11)
+    second = ledger.commit("req-1", 4, 3, 99)
+
+    assert (first, second) == (Committed(), AlreadyCommitted(11, None))
+    assert ledger.tokens("req-1") == [11]
+
+
+def test_a_commit_is_judged_by_what_is_committed(ledger: Ledger) -> None:
+    for position in (3, 4, 5):
+        ledger.commit("req-1", 4, position, position)
+
+    assert ledger.commit("req-1", 4, 4, 9) == Stale()
+    assert ledger.commit("req-1", 4, 2, 9) == Stale()
+    assert ledger.commit("req-1", 4, 7, 9) == Gap(5)
+    assert ledger.commit("req-1", 3, 6, 9) == Fenced(4)
+    assert ledger.commit("req-1", 5, 6, 9) == Fenced(4)
+    assert ledger.tokens("req-1") == [3, 4, 5]
+
+
+def test_the_last_prompt_position_is_stale_not_committed(ledger: Ledger) -> None:
+    assert ledger.commit("req-1", 4, 2, 9) == Stale()
+
+
+def test_racing_commits_store_each_position_once(ledger: Ledger) -> None:
+    def race(writer: int) -> int:
+        results = [ledger.commit("req-1", 4, p, 1000 * writer + p) for p in range(3, 23)]
+        return sum(result == Committed() for result in results)
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(race, range(8)))
+
+    assert sum(won) == 20
+    events = ledger.events("req-1")
+    assert [e.position for e in events if isinstance(e, TokenEvent)] == list(range(3, 23))
+
+
+def test_results_of_an_older_epoch_are_fenced(ledger: Ledger) -> None:
+    epoch = ledger.advance_epoch("req-1", 4, 5)
+
+    assert epoch == 5
+    assert ledger.commit("req-1", 4, 3, 1) == Fenced(5)
+    assert ledger.commit("req-1", 5, 3, 1) == Committed()
+
+
+def test_advancing_the_epoch_again_changes_nothing(ledger: Ledger) -> None:
+    ledger.advance_epoch("req-1", 4, 5)
+
+    assert ledger.advance_epoch("req-1", 4, 5) == 5
+    assert ledger.advance_epoch("req-1", 4, 6) == 5
+
+
+def test_a_finished_request_keeps_its_epoch(ledger: Ledger) -> None:
+    ledger.finish("req-1", FinishReason.ABORT)
+
+    assert ledger.advance_epoch("req-1", 4, 5) == 4
+
+
+def test_the_last_token_and_the_end_come_together(ledger: Ledger) -> None:
+    ledger.commit("req-1", 4, 3, 11)
+
+    ledger.commit("req-1", 4, 4, 2, FinishReason.STOP)
+
+    assert ledger.events("req-1") == [
+        TokenEvent("3-0", 3, 11),
+        TokenEvent("4-0", 4, 2),
+        FinalEvent("4-1", FinishReason.STOP, "", 3, 2),
+    ]
+    assert ledger.commit("req-1", 4, 4, 2, FinishReason.STOP) == AlreadyCommitted(
+        2, FinishReason.STOP
+    )
+    assert ledger.commit("req-1", 4, 5, 1) == Finished(FinishReason.STOP)
+    assert ledger.finish("req-1", FinishReason.ERROR, "late") is False
+
+
+def test_a_request_that_fails_before_its_first_token_ends_with_its_error(ledger: Ledger) -> None:
+    assert ledger.finish("req-1", FinishReason.ERROR, "no worker serves group 2 é")
+
+    assert ledger.events("req-1") == [
+        FinalEvent("2-1", FinishReason.ERROR, "no worker serves group 2 é", 3, 0)
+    ]
+    assert ledger.states(["req-1", "nobody"]) == {
+        "req-1": RequestState(4, 2, FinishReason.ERROR, "no worker serves group 2 é")
+    }
+
+
+def test_a_request_of_one_prompt_token_can_end_at_once(ledger: Ledger) -> None:
+    ledger.admit(dataclasses.replace(RECORD, request_id="one", prompt_token_ids=(5,)))
+
+    ledger.finish("one", FinishReason.ABORT)
+
+    assert ledger.events("one") == [FinalEvent("0-1", FinishReason.ABORT, "", 1, 0)]
+
+
+def test_whatever_races_there_is_one_final_event(ledger: Ledger) -> None:
+    def end(number: int) -> bool:
+        if number % 2:
+            return ledger.finish("req-1", FinishReason.ABORT, str(number))
+        return ledger.commit("req-1", 4, 3, 7, FinishReason.STOP) == Committed()
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(end, range(24)))
+
+    assert sum(won) == 1
+    final = [e for e in ledger.events("req-1") if isinstance(e, FinalEvent)]
+    assert len(final) == 1
+
+
+def test_events_resume_after_the_last_one_seen(ledger: Ledger) -> None:
+    for position in range(3, 10):
+        ledger.commit("req-1", 4, position, position)
+
+    first = ledger.events("req-1", count=2)
+    rest = ledger.events("req-1", after=first[-1].event_id)
+
+    assert [e.event_id for e in first] == ["3-0", "4-0"]
+    assert [e.event_id for e in rest] == ["5-0", "6-0", "7-0", "8-0", "9-0"]
+
+
+def test_a_reader_is_woken_by_the_next_event(ledger: Ledger) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ledger.events, "req-1", block_ms=2_000)
+        ledger.commit("req-1", 4, 3, 11)
+
+        events = waiting.result(5)
+
+    assert events == [TokenEvent("3-0", 3, 11)]
+
+
+def test_a_reader_waits_no_longer_than_it_said(ledger: Ledger) -> None:
+    started = time.monotonic()
+
+    events = ledger.events("req-1", block_ms=50)
+
+    assert events == []
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("after", ["", "$", "5", "5-x", "-1-0", "٣-0"])
+def test_a_malformed_event_id_is_a_request_error(ledger: Ledger, after: str) -> None:
+    with pytest.raises(RequestError, match="event id must be"):
+        ledger.events("req-1", after=after)
+
+
+def test_every_key_of_a_request_ends_some_day(ledger: Ledger, stores: Stores) -> None:
+    def ttls() -> list[int]:
+        names = (keys.ledger("req-1"), keys.events("req-1"))
+        return [stores.meta.run(("PTTL", name)) for name in names]
+
+    ledger.commit("req-1", 4, 3, 11)
+    running = ttls()
+    ledger.finish("req-1", FinishReason.LENGTH)
+    finished = ttls()
+
+    assert all(3_600_000 < ttl <= 86_400_000 for ttl in running)
+    assert all(0 < ttl <= 3_600_000 for ttl in finished)
+
+
+def test_all_keys_of_a_request_share_a_slot() -> None:
+    names = [keys.ledger("r"), keys.events("r"), keys.kv_page("r", "even3", 1, 2)]
+
+    assert {name[name.index("{") : name.index("}")] for name in names} == {"{r"}
+    assert all(name.startswith("cellpipe:v1:") for name in names)
