@@ -204,7 +204,7 @@ def connect(
     """Connections to the given URLs; equal URLs share one. Nothing is sent yet: see `Stores.ping`.
 
     URLs are redis://[user:password@]host[:port][/db], rediss:// for TLS, or memory:// for a server
-    inside this process. Raises `ConfigError` for anything else.
+    inside this process, a new and empty one for every call. Raises `ConfigError` for anything else.
     """
     connections: dict[str, Connection] = {}
     roles = {"meta": meta_url, "kv": kv_url or meta_url, "weights": weights_url or meta_url}
@@ -225,8 +225,8 @@ def _connect_one(role: str, url: str, timeout_s: float, max_retries: int) -> Con
     try:
         parts = urlsplit(url)
         port = parts.port or DEFAULT_PORT
-    except ValueError as error:
-        raise refuse(f"is malformed: {error}") from None
+    except ValueError:  # its text may quote a password that holds a slash
+        raise refuse("is malformed: host or port cannot be read") from None
     if parts.scheme in MEMORY_SCHEMES:
         return Connection(embedded_client(), "memory", timeout_s)
     if parts.scheme not in ("redis", "rediss"):

@@ -1,0 +1,69 @@
+"""Messages of every kind; a frame of each lies in tests/golden and must decode for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from shared.codec import encode
+from shared.messages import (
+    ChatMessage,
+    FinishReason,
+    Message,
+    Reply,
+    Request,
+    SamplingParams,
+    Step,
+)
+
+STEP = Step(
+    request_id="req-1",
+    model_id="tiny@0123abcd",
+    layout_id="even3",
+    group=1,
+    epoch=2,
+    position=40,
+    sample=True,
+    max_position=296,
+    tensors={"hidden": np.arange(32, dtype=np.float32).reshape(2, 16) / 8},
+    sampling=SamplingParams(0.8, 40, 0.95, 2**64 - 1, 256, True),
+    stop_token_ids=(0, 2),
+    deadline_unix_ms=1_790_000_000_000,
+)
+TOKENS_STEP = Step(
+    request_id="req-2",
+    model_id="tiny@0123abcd",
+    layout_id="even3",
+    group=0,
+    epoch=0,
+    position=0,
+    sample=False,
+    max_position=10,
+    tensors={"token_ids": np.array([1, 5, 2**31 - 1], np.int32)},
+    sampling=SamplingParams(seed=7),
+)
+REQUEST = Request(
+    "req-1",
+    messages=(ChatMessage("system", "Be brief."), ChatMessage("user", "Größe?")),
+    model="tiny",
+    sampling=SamplingParams(0.7, 5, 0.9, 11, 64, False),
+    deadline_unix_ms=1_790_000_000_000,
+)
+REPLY = Reply("req-1", FinishReason.LENGTH, "about 12 cm", (5, 6, 7), 12)
+EXAMPLES: dict[str, Message] = {
+    "step.v1": STEP,
+    "step.v1.tokens": TOKENS_STEP,
+    "request.v1": REQUEST,
+    "request.v1.prompt": Request("req-2", prompt="Hello"),
+    "request.v1.token_ids": Request("req-3", token_ids=(1, 2, 3)),
+    "reply.v1": REPLY,
+    "reply.v1.error": Reply("req-4", FinishReason.ERROR, "", (), 3, "deadline passed"),
+}
+
+
+def frame(message: Message, **changes: Any) -> bytes:
+    """The frame of a message with fields changed; `...` takes a field away."""
+    fields = msgpack.unpackb(encode(message)) | changes
+    return bytes(msgpack.packb({k: v for k, v in fields.items() if v is not ...}))
