@@ -178,8 +178,8 @@ def _read(source: str, tensor: GgufTensor, rows: int, cols: int) -> TensorNumber
     groups = cols // 32
     blocks = tensor.raw.reshape(rows, groups, -1)
     scale = _halves(blocks, 0)
+    _check_finite(source, tensor, scale)
     if tensor.type_name == "Q8_0":
-        _check_finite(source, tensor, scale)
         return Int8Blocks(scale, np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8))
     if tensor.type_name == "Q4_1":
         low, nibbles = _halves(blocks, 2), blocks[:, :, 4:]
@@ -191,7 +191,6 @@ def _read(source: str, tensor: GgufTensor, rows: int, cols: int) -> TensorNumber
                 remedy=OTHER_FILE,
             )
         low, nibbles = exact.astype(np.float16), blocks[:, :, 2:]
-    _check_finite(source, tensor, scale)
     _check_finite(source, tensor, low)
     return Int4Blocks(scale, low, np.ascontiguousarray(nibbles))
 

@@ -17,6 +17,7 @@ from cffi import FFI
 
 SOURCE_DIR = "shared/kernel/csrc"  # relative to the project root, as setuptools wants it
 SOURCES = ("geometry", "matmul", "portable", "operations", "attention", "group", "ends")
+TARGET = "_native.abi3.so"  # as setuptools calls it: two names, and Python would take the older one
 ROOT = Path(os.path.abspath(__file__)).parents[2]  # setuptools gives __file__ relative to the root
 
 # No -ffast-math and no fused operations: docs/arithmetic.md promises bits. The two -fno- options
@@ -64,7 +65,7 @@ def build_in_place() -> Path:
     """
     with tempfile.TemporaryDirectory() as build_dir:
         built = Path(make_builder(str(ROOT)).compile(tmpdir=build_dir))
-        target = ROOT / "shared" / "kernel" / built.name
+        target = ROOT / "shared" / "kernel" / TARGET
         partial = target.with_suffix(".partial")
         shutil.copyfile(built, partial)
         partial.replace(target)  # at once: a running worker keeps the file it has mapped

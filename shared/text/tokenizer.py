@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from shared.errors import ModelError, RequestError
 from shared.text.vocabulary import TokenType, Vocabulary
 
+DAMAGED_REMEDY = "the model file is damaged or its converter failed; fetch another"
 _SPECIAL_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 # Pre-tokenizers by GGUF name, as `tokenizer.json` spells them. Only what was compared with the
@@ -48,7 +49,9 @@ class Tokenizer:
             self.eos_token_id: int | None = document["eos_token_id"]
             self._token_bytes, self._special_ids = _token_bytes(document["tokenizer"])
         except Exception as error:
-            raise ModelError(f"the tokenizer cannot be read: {error!s:.200}") from error
+            raise ModelError(
+                f"the tokenizer cannot be read: {error!s:.200}", remedy=DAMAGED_REMEDY
+            ) from error
 
     @classmethod
     def from_vocabulary(cls, vocabulary: Vocabulary) -> Tokenizer:
@@ -150,7 +153,10 @@ def _tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:
         )
     vocab = {token: i for i, token in enumerate(vocabulary.tokens)}
     if len(vocab) != len(vocabulary.tokens):
-        raise ModelError(f"{len(vocabulary.tokens) - len(vocab)} tokens appear twice")
+        raise ModelError(
+            f"the vocabulary names {len(vocabulary.tokens) - len(vocab)} tokens twice",
+            remedy=DAMAGED_REMEDY,
+        )
     added = [
         _added_token(i, vocabulary.tokens[i], special=kind in _SPECIAL_TYPES)
         for i, kind in enumerate(vocabulary.token_types)
@@ -183,7 +189,7 @@ def _tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:
 def _merge(text: str) -> list[str]:
     left, space, right = text.partition(" ")
     if not (left and space and right) or " " in right:
-        raise ModelError(f"tokenizer merge {text!r:.60} is no pair")
+        raise ModelError(f"tokenizer merge {text!r:.60} is no pair", remedy=DAMAGED_REMEDY)
     return [left, right]
 
 
