@@ -1,0 +1,1 @@
+"""Messaging: the promises (`base`), RabbitMQ (`rabbitmq`, the only importer of pika), `memory`."""

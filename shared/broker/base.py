@@ -52,6 +52,16 @@ class Delivery:
     tag: Any = field(repr=False)
 
 
+def refuse_oversized(messages: Sequence[Outgoing]) -> None:
+    """Raise `ValueError` naming the first message whose body is over `MAX_BODY_BYTES`."""
+    for message in messages:
+        if len(message.body) > MAX_BODY_BYTES:
+            raise ValueError(
+                f"the body for queue {message.queue} is {len(message.body)} bytes,"
+                f" over the limit of {MAX_BODY_BYTES}"
+            )
+
+
 class Confirm(Protocol):
     """The fate of what one `publish` call sent."""
 
