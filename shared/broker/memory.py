@@ -42,7 +42,7 @@ class _Queue:
 
 @dataclass(slots=True, eq=False)
 class _Consumer:
-    """One broker's subscription; `held` is what it was given and has not settled."""
+    """One broker's subscription; `held` is what it was given and has not settled, by delivery."""
 
     broker: MemoryBroker
     queue: _Queue
@@ -57,6 +57,7 @@ class MemoryHub:
         self.lock = threading.Lock()
         self.queues: dict[str, _Queue] = {}
         self._next_sequence = 0
+        self._next_delivery = 0
 
     def publish(self, outgoing: Outgoing) -> TransientError | None:
         """Queue one message and hand it out if a consumer has room; the refusal, if any."""
@@ -83,8 +84,9 @@ class MemoryHub:
                 continue
             num_full = 0
             message = queue.ready.popleft()
-            consumer.held[message.sequence] = message
-            consumer.broker.hand_over(consumer, message)
+            self._next_delivery += 1
+            consumer.held[self._next_delivery] = message
+            consumer.broker.hand_over(consumer, self._next_delivery, message)
 
     def give_back(self, queue: _Queue, messages: Iterable[_Message]) -> None:
         """Put messages back at their old places, or dead-letter those returned too often."""
@@ -136,7 +138,7 @@ class MemoryBroker:
     def __init__(self, hub: MemoryHub) -> None:
         self._hub = hub
         self._arrived = threading.Condition(hub.lock)
-        self._inbox: deque[tuple[_Consumer, Delivery]] = deque()
+        self._inbox: deque[Delivery] = deque()
         self._consumers: dict[str, _Consumer] = {}
         # Cancelled, but with deliveries that were taken and may still be settled.
         self._draining: list[_Consumer] = []
@@ -180,12 +182,10 @@ class MemoryBroker:
             if consumer is None:
                 return
             self._detach(consumer)
-            untaken = [delivery.tag[1] for owner, delivery in self._inbox if owner is consumer]
-            self._inbox = deque(entry for entry in self._inbox if entry[0] is not consumer)
+            untaken = [d.tag[1] for d in self._inbox if d.tag[0] is consumer]
+            self._inbox = deque(d for d in self._inbox if d.tag[0] is not consumer)
             self._draining.append(consumer)
-            self._hub.give_back(
-                consumer.queue, [consumer.held.pop(message.sequence) for message in untaken]
-            )
+            self._hub.give_back(consumer.queue, [consumer.held.pop(number) for number in untaken])
 
     def take(self, timeout_s: float) -> Delivery | None:
         with self._arrived:
@@ -193,22 +193,24 @@ class MemoryBroker:
                 self._arrived.wait_for(lambda: self._inbox or self._closed, timeout_s)
             if self._closed:
                 raise BrokerUnavailable("the broker is closed")
-            return self._inbox.popleft()[1] if self._inbox else None
+            return self._inbox.popleft() if self._inbox else None
 
     def ack(self, delivery: Delivery) -> None:
         with self._hub.lock:
-            self._settle(delivery)
+            if self._release(delivery) is not None:
+                self._hub.dispatch(delivery.tag[0].queue)
 
     def reject(self, delivery: Delivery, *, requeue: bool) -> None:
         with self._hub.lock:
-            settled = self._settle(delivery)
-            if settled is None:
+            message = self._release(delivery)
+            if message is None:
                 return
-            consumer, message = settled
+            queue = delivery.tag[0].queue
             if requeue:
-                self._hub.give_back(consumer.queue, [message])
+                self._hub.give_back(queue, [message])
             else:
-                self._hub.dead_letter(consumer.queue, message)
+                self._hub.dead_letter(queue, message)
+                self._hub.dispatch(queue)
 
     def depth(self, queue: str) -> int | None:
         with self._hub.lock:
@@ -233,31 +235,29 @@ class MemoryBroker:
                 self._hub.give_back(consumer.queue, held)
             self._arrived.notify_all()
 
-    def hand_over(self, consumer: _Consumer, message: _Message) -> None:
+    def hand_over(self, consumer: _Consumer, number: int, message: _Message) -> None:
         """For the hub, which holds the lock: a message for this broker's `take`."""
         sent = message.outgoing
-        delivery = Delivery(
-            sent.queue,
-            sent.body,
-            message.num_returns > 0,
-            sent.content_type,
-            sent.correlation_id,
-            sent.reply_to,
-            (consumer, message),
+        self._inbox.append(
+            Delivery(
+                sent.queue,
+                sent.body,
+                message.num_returns > 0,
+                sent.content_type,
+                sent.correlation_id,
+                sent.reply_to,
+                (consumer, number),
+            )
         )
-        self._inbox.append((consumer, delivery))
         self._arrived.notify()
 
-    def _settle(self, delivery: Delivery) -> tuple[_Consumer, _Message] | None:
-        """End a delivery's hold and let the next message come; None when it had none any more."""
-        consumer, message = delivery.tag
-        if consumer.held.get(message.sequence) is not message:
-            return None
-        del consumer.held[message.sequence]
+    def _release(self, delivery: Delivery) -> _Message | None:
+        """End a delivery's hold on its message; None when it has none any more."""
+        consumer, number = delivery.tag
+        message: _Message | None = consumer.held.pop(number, None)
         if consumer in self._draining and not consumer.held:
             self._draining.remove(consumer)
-        self._hub.dispatch(consumer.queue)
-        return consumer, message
+        return message
 
     def _detach(self, consumer: _Consumer) -> None:
         """No further messages for this consumer."""
