@@ -39,7 +39,10 @@ def exit_code_of(error: CellpipeError) -> int:
 
 def main(argv: list[str] | None = None) -> Any:
     """Entry point. Every error of ours becomes one line, its remedy a second, and an exit code."""
-    from services.cli import cluster, generate, models  # noqa: F401  (they add their commands)
+    # Each adds its commands to `app`.
+    import services.cli.cluster
+    import services.cli.generate
+    import services.cli.models  # noqa: F401
 
     try:
         return app(args=argv, prog_name="cellpipe")
