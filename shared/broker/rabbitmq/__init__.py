@@ -23,7 +23,7 @@ import structlog
 
 from shared.broker.base import Confirm, Delivery, Outgoing
 from shared.broker.rabbitmq.address import Address, parse_address
-from shared.broker.rabbitmq.control import Control
+from shared.broker.rabbitmq.control import Control, refuse, resolve
 from shared.broker.rabbitmq.link import Connection, IoThread, Link, describe, is_refusal
 from shared.broker.rabbitmq.publisher import Publisher
 from shared.broker.rabbitmq.subscriptions import Subscriptions
@@ -214,8 +214,7 @@ class RabbitmqBroker:
         """Called when either half is ready."""
         if self._publisher.is_ready and self._consume_link.is_up:
             log.info("broker_connected", address=str(self._address))
-            if not self._first_connect.done():
-                self._first_connect.set_result(None)
+            resolve(self._first_connect, None)
 
     def _publish_link_down(self, reason: str) -> None:
         self._control.link_down()
@@ -233,13 +232,14 @@ class RabbitmqBroker:
 
     def _connect_failed(self, error: BaseException) -> None:
         self._last_failure = describe(error)
-        if is_refusal(error) and not self._first_connect.done():
-            self._first_connect.set_exception(
+        if is_refusal(error):
+            refuse(
+                self._first_connect,
                 ConfigError(
                     f"RabbitMQ at {self._address} refused user {self._address.credentials.username}"
                     f" or virtual host {self._address.virtual_host}: {self._last_failure}",
                     remedy="check user, password and virtual host in CELLPIPE_AMQP_URL",
-                )
+                ),
             )
 
     def _ended(self) -> None:
@@ -247,5 +247,4 @@ class RabbitmqBroker:
         self._closed.set()
         self._publisher.close()
         self._subscriptions.close()
-        if not self._first_connect.done():
-            self._first_connect.set_exception(BrokerUnavailable("the connection was closed"))
+        refuse(self._first_connect, BrokerUnavailable("the connection was closed"))

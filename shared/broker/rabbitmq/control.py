@@ -127,8 +127,7 @@ class Control:
                 f"queue {question.queue} cannot be declared: {describe(error)}",
                 remedy="it exists with other arguments: delete it, or use another virtual host",
             )
-            if question.answer.set_running_or_notify_cancel():
-                question.answer.set_exception(refusal)
+            refuse(question.answer, refusal)
         self._ask_next()
 
 
@@ -148,6 +147,12 @@ def queue_arguments(spec: QueueSpec) -> dict[str, str | int]:
 
 
 def resolve(answer: Future[Any], value: Any) -> None:
-    """Give an answer that somebody may have stopped waiting for."""
-    if answer.set_running_or_notify_cancel():
+    """Give an answer, unless there is one, or nobody waits for it any more."""
+    if not answer.done() and answer.set_running_or_notify_cancel():
         answer.set_result(value)
+
+
+def refuse(answer: Future[Any], error: Exception) -> None:
+    """Like `resolve`, with an error for the one who waits."""
+    if not answer.done() and answer.set_running_or_notify_cancel():
+        answer.set_exception(error)

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from shared.broker.base import Delivery
-from shared.broker.rabbitmq.control import NOT_FOUND, resolve
+from shared.broker.rabbitmq.control import NOT_FOUND, refuse, resolve
 from shared.broker.rabbitmq.link import Connection, IoThread, backoff_s, describe
 from shared.errors import BrokerUnavailable, ConfigError
 
@@ -56,8 +56,7 @@ class Subscriptions:
     def consume(self, queue: str, prefetch: int, answer: Future[None]) -> None:
         """The answer comes when the broker agreed, or with a `ConfigError`."""
         if queue in self._wanted:
-            if answer.set_running_or_notify_cancel():
-                answer.set_exception(ConfigError(f"queue {queue} is consumed already"))
+            refuse(answer, ConfigError(f"queue {queue} is consumed already"))
             return
         self._wanted[queue] = prefetch
         self._subscribe(queue, answer)
@@ -196,12 +195,12 @@ class Subscriptions:
         missing = getattr(error, "reply_code", 0) == NOT_FOUND
         if missing and subscription.answer is not None and not subscription.answer.done():
             self._wanted.pop(subscription.queue, None)
-            if subscription.answer.set_running_or_notify_cancel():
-                subscription.answer.set_exception(
-                    ConfigError(
-                        f"queue {subscription.queue} does not exist", remedy="declare it first"
-                    )
-                )
+            refuse(
+                subscription.answer,
+                ConfigError(
+                    f"queue {subscription.queue} does not exist", remedy="declare it first"
+                ),
+            )
             return
         self._come_back(subscription.queue, describe(error))
 

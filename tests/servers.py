@@ -1,0 +1,76 @@
+"""Private servers for tests, started and stopped by the code of `infra/servers`.
+
+A server that `make test` or CI offers by CELLPIPE_TEST_AMQP_URL / CELLPIPE_TEST_REDIS_URL is used
+as it is. Without the software tests are skipped, but fail in CI: there it must be installed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+URL_VARIABLES = {
+    "rabbitmq": "CELLPIPE_TEST_AMQP_URL",
+    "redis": "CELLPIPE_TEST_REDIS_URL",
+}
+
+
+def load_servers_script() -> ModuleType:
+    """`infra/servers` as a module: it has no suffix and no package."""
+    loader = SourceFileLoader("cellpipe_servers", str(REPOSITORY / "infra" / "servers"))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+class PrivateServers:
+    """RabbitMQ and Redis in a temporary folder; each starts when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._script = load_servers_script()
+        # Not pytest's tmp_path: it is kept after the run, and a data folder is large.
+        self._folder = Path(tempfile.mkdtemp(prefix="cellpipe-test-"))
+
+    def url(self, service: str) -> str:
+        """Start "rabbitmq" or "redis" unless it is up. The port stays over a restart."""
+        missing = self._script.missing_software((service,))
+        if missing:
+            reason = f"{service} is not installed: infra/servers up --allow-install"
+            if os.environ.get("CI"):
+                pytest.fail(reason)
+            pytest.skip(reason)
+        state = self._script.read_state(self._folder)
+        ports = {service: state.get(f"{service}_port", 0)}
+        state = self._script.up(
+            self._folder, ports=ports, services=(service,), report=lambda _: None
+        )
+        return str(state["amqp_url" if service == "rabbitmq" else "redis_url"])
+
+    def kill(self, service: str) -> None:
+        """End it as a power cut would; `url` starts it again on its data and port."""
+        state = self._script.read_state(self._folder)
+        self._script.stop(state["processes"][service], kill=True)
+
+    def freeze(self, service: str) -> None:
+        self._signal(service, signal.SIGSTOP)
+
+    def thaw(self, service: str) -> None:
+        self._signal(service, signal.SIGCONT)
+
+    def close(self) -> None:
+        self._script.down(self._folder, kill=True, report=lambda _: None)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _signal(self, service: str, signum: signal.Signals) -> None:
+        os.kill(self._script.read_state(self._folder)["processes"][service]["pid"], signum)

@@ -1,0 +1,72 @@
+"""A TCP proxy on loopback that can lose its connections: a network fault without a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+
+class TcpProxy:
+    """Forwards to one address. `cut` drops everything and refuses, `heal` accepts again."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._is_cut = False
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def cut(self) -> None:
+        with self._lock:
+            self._is_cut = True
+            for each in self._open:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def heal(self) -> None:
+        with self._lock:
+            self._is_cut = False
+
+    def close(self) -> None:
+        self.cut()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(5.0)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                if self._is_cut:
+                    client.close()
+                    continue
+                server = socket.create_connection(self._target)
+                self._open |= {client, server}
+            ends = threading.Barrier(2)
+            for source, sink in ((client, server), (server, client)):
+                thread = threading.Thread(
+                    target=self._forward, args=(source, sink, ends), daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket, ends: threading.Barrier) -> None:
+        with contextlib.suppress(OSError):
+            while piece := source.recv(1 << 16):
+                sink.sendall(piece)
+        for each in (source, sink):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        ends.wait()  # both directions are done with the sockets
+        with self._lock:
+            self._open.discard(source)
+        source.close()
