@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import KernelError, KvMissing, ModelError, ShardError
-from shared.manifest import Manifest, TensorKind
-from shared.model.backend import pick_backend
+from shared.errors import KernelError, KvMissing
+from shared.manifest import TensorKind
 from shared.model.kv_cache import SequenceCache
 from shared.model.layer_group import LayerGroup, SequenceSlice
-from tests.kernel_backends import backend_or_skip, every_backend
+from tests.kernel_backends import every_backend, load_group
 from tests.tiny_model import TinyModel, tiny_model
 
 NUM_TOKENS = 37
@@ -30,19 +28,6 @@ VARIANTS: dict[str, dict[str, object]] = {
     "one wide kv head": {"num_key_value_heads": 1, "head_dim": 96, "hidden_size": 160},
     "every head its own kv, narrow": {"num_key_value_heads": 4, "head_dim": 8},
 }
-
-
-def load(model: TinyModel, backend_name: str, first: int = 0, end: int = 4) -> LayerGroup:
-    return LayerGroup.load(
-        model.config,
-        model.manifest,
-        first,
-        end,
-        model.read_shard,
-        first=first == 0,
-        last=end == model.config.num_hidden_layers,
-        backend=backend_or_skip(backend_name),
-    )
 
 
 def prompt(seed: int = 0, num_tokens: int = NUM_TOKENS) -> np.ndarray:
@@ -63,13 +48,13 @@ def model() -> TinyModel:
 
 @pytest.fixture(scope="module", params=["native", "reference"])
 def group(request: pytest.FixtureRequest, model: TinyModel) -> LayerGroup:
-    return load(model, request.param)
+    return load_group(model, request.param)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_native_equals_the_reference(variant: str) -> None:
     other = tiny_model(3, **VARIANTS[variant])  # type: ignore[arg-type]
-    native, reference = load(other, "native"), load(other, "reference")
+    native, reference = load_group(other, "native"), load_group(other, "reference")
 
     hidden, rows = run_whole(native, prompt())
     want_hidden, want_rows = run_whole(reference, prompt())
@@ -132,9 +117,9 @@ def test_the_neighbours_in_a_batch_do_not_matter(
 def test_the_cut_of_the_layers_does_not_matter(
     model: TinyModel, backend_name: str, bounds: list[tuple[int, int]]
 ) -> None:
-    whole = load(model, backend_name)
+    whole = load_group(model, backend_name)
     want, _ = run_whole(whole, prompt())
-    parts = [load(model, backend_name, first, end) for first, end in bounds]
+    parts = [load_group(model, backend_name, first, end) for first, end in bounds]
 
     hidden = parts[0].embed(prompt())
     for part in parts:
@@ -215,117 +200,6 @@ def test_the_last_position_of_the_model_can_be_computed(group: LayerGroup) -> No
 
     assert np.isfinite(hidden).all()
     assert cache.num_positions == 256
-
-
-@every_backend
-def test_a_shard_is_read_once(backend_name: str) -> None:
-    tied = tiny_model()
-
-    load(tied, backend_name)
-
-    assert set(tied.num_reads) == set(tied.shards)
-    assert set(tied.num_reads.values()) == {1}
-
-
-@every_backend
-def test_a_middle_group_reads_only_its_layers_and_the_rope(backend_name: str) -> None:
-    other = tiny_model()
-
-    load(other, backend_name, 1, 3)
-
-    assert set(other.num_reads) == {"layer.1", "layer.2", "rope"}
-
-
-def test_a_short_shard_is_refused_by_name() -> None:
-    other = tiny_model()
-    other.shards["layer.2"] = other.shards["layer.2"][:-1]
-
-    with pytest.raises(ShardError, match=r"layer\.2"):
-        load(other, "reference")
-
-
-def with_tensor(model: TinyModel, shard: str, tensor: str, **changes: object) -> TinyModel:
-    """The model with one tensor entry of its manifest changed."""
-    shards = tuple(
-        replace(
-            s,
-            tensors=tuple(
-                replace(t, **changes) if (s.name, t.name) == (shard, tensor) else t  # type: ignore[arg-type]
-                for t in s.tensors
-            ),
-        )
-        for s in model.manifest.shards
-    )
-    manifest = Manifest(model.manifest.model_id, model.manifest.config, shards)
-    return TinyModel(model.config, manifest, model.shards)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "changes"),
-    [
-        ("q_proj", {"rows": 48}),
-        ("up_proj", {"chunk_rows": 8}),
-        ("down_proj", {"num_bytes": 128}),
-        ("k_proj", {"offset": 10**9}),
-        ("k_proj", {"offset": 8}),
-        ("input_layernorm", {"kind": TensorKind.INT8}),
-        ("v_proj", {"kind": TensorKind.F32}),
-    ],
-)
-def test_a_manifest_that_does_not_fit_is_refused_by_tensor(
-    tensor: str, changes: dict[str, object]
-) -> None:
-    broken = with_tensor(tiny_model(), "layer.1", tensor, **changes)
-
-    with pytest.raises(ModelError, match=rf"layer\.1/{tensor}"):
-        load(broken, "reference")
-
-
-def test_layers_outside_the_model_are_refused(model: TinyModel) -> None:
-    with pytest.raises(ModelError, match=r"3\.\.5"):
-        LayerGroup.load(
-            model.config,
-            model.manifest,
-            3,
-            5,
-            model.read_shard,
-            first=False,
-            last=True,
-            backend=pick_backend("reference"),
-        )
-
-
-def test_an_aligned_shard_is_viewed_and_not_copied() -> None:
-    from shared.kernel.chunks import aligned_zeros
-    from shared.kernel.weights import GroupWeights
-    from shared.model.forward import ReferenceBackend, ReferenceGroup
-
-    other = tiny_model()
-    buffers = {}
-    for name, raw in other.shards.items():
-        buffers[name] = aligned_zeros(len(raw))
-        buffers[name][:] = np.frombuffer(raw, np.uint8)
-    bound: list[GroupWeights] = []
-
-    class Recording(ReferenceBackend):
-        def bind(self, weights: GroupWeights) -> ReferenceGroup:
-            bound.append(weights)
-            return super().bind(weights)
-
-    LayerGroup.load(
-        other.config,
-        other.manifest,
-        0,
-        4,
-        buffers.__getitem__,
-        first=True,
-        last=True,
-        backend=Recording(),
-    )
-
-    assert np.shares_memory(bound[0].layers[2].down.data, buffers["layer.2"])
-    assert bound[0].embedding is not None
-    assert np.shares_memory(bound[0].embedding.data, buffers["embedding"])
 
 
 def test_caches_have_the_size_that_the_config_promises(group: LayerGroup) -> None:
