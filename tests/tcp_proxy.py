@@ -8,27 +8,32 @@ import threading
 
 
 class TcpProxy:
-    """Forwards to one address. `cut` drops everything and refuses, `heal` accepts again."""
+    """Forwards to one address.
+
+    `cut` ends all connections, returns when the clients have noticed, and refuses new ones until
+    `heal`.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
-        self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
+        self._changed = threading.Condition()
+        self._clients: set[socket.socket] = set()
         self._is_cut = False
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
     def cut(self) -> None:
-        with self._lock:
+        with self._changed:
             self._is_cut = True
-            for each in self._open:
+            for client in self._clients:
                 with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
+                    client.shutdown(socket.SHUT_WR)  # the client reads the end and closes
+            assert self._changed.wait_for(lambda: not self._clients, 10.0)
 
     def heal(self) -> None:
-        with self._lock:
+        with self._changed:
             self._is_cut = False
 
     def close(self) -> None:
@@ -45,12 +50,12 @@ class TcpProxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            with self._lock:
+            with self._changed:
                 if self._is_cut:
                     client.close()
                     continue
                 server = socket.create_connection(self._target)
-                self._open |= {client, server}
+                self._clients.add(client)
             ends = threading.Barrier(2)
             for source, sink in ((client, server), (server, client)):
                 thread = threading.Thread(
@@ -63,10 +68,10 @@ class TcpProxy:
         with contextlib.suppress(OSError):
             while piece := source.recv(1 << 16):
                 sink.sendall(piece)
-        for each in (source, sink):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
         ends.wait()  # both directions are done with the sockets
-        with self._lock:
-            self._open.discard(source)
         source.close()
+        with self._changed:
+            self._clients.discard(source)
+            self._changed.notify_all()
