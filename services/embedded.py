@@ -13,7 +13,8 @@ from types import TracebackType
 
 from services.scheduler.admission import ServedModel
 from services.scheduler.scheduler import Scheduler
-from services.worker.worker import Worker, WorkerLimits
+from services.worker.limits import WorkerLimits
+from services.worker.worker import Worker
 from shared.broker.memory import MemoryBroker, MemoryHub
 from shared.errors import BrokerUnavailable
 from shared.kernel.weights import KernelBackend

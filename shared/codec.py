@@ -54,8 +54,7 @@ JSON = "application/json"
 MAX_FRAME_BYTES = 8 << 20
 _MAX_ARRAY_LEN = 1 << 20  # token ids; an array element costs 8 bytes once read, a wire byte or more
 _MAX_MAP_LEN = 64
-_INT32 = 2**31 - 1
-_INT64 = 2**63 - 1
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
 
 _packers = threading.local()  # a Packer keeps its buffer, which costs more to make than a step
 

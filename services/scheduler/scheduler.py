@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from services.scheduler.admission import Plan, ServedModel, first_step, plan_request
+from services.scheduler.records import plan_of, record_of, refusal_of
 from shared import codec
 from shared.backoff import Backoff
 from shared.broker.base import Broker, Delivery, Outgoing
@@ -132,11 +133,14 @@ class Scheduler:
         try:
             plan = plan_request(request, self._model, draw_seed=self._draw_seed)
         except RequestError as error:
-            self._ledger.refuse(self._refusal(request, _with_remedy(error)))
+            refused = refusal_of(
+                request, self._model.layout, _with_remedy(error), created_unix_ms=_unix_ms()
+            )
+            self._ledger.refuse(refused)
             log.warning("request_refused", request_id=request.request_id, reason=str(error))
             self._hold(request.request_id, delivery, request.deadline_unix_ms)
             return
-        self._ledger.admit(self._record(plan))
+        self._ledger.admit(record_of(plan, self._model.layout, created_unix_ms=_unix_ms()))
         self._publish_start(plan)
         self._hold(plan.request_id, delivery, plan.deadline_unix_ms)
         log.info("request_started", request_id=plan.request_id, prompt_tokens=len(plan.token_ids))
@@ -146,7 +150,7 @@ class Scheduler:
         if record.finish_reason is None and record.num_generated == 0:
             # Its start may never have been published. A second start is harmless: the first
             # commit of a position wins.
-            self._publish_start(self._plan_of(record))
+            self._publish_start(plan_of(record))
         self._hold(record.request_id, delivery, record.deadline_unix_ms)
         log.info("request_adopted", request_id=record.request_id, generated=record.num_generated)
 
@@ -177,7 +181,7 @@ class Scheduler:
                 self._answer(request_id)
 
     def _end_overdue(self) -> None:
-        now_unix_ms = time.time_ns() // 1_000_000
+        now_unix_ms = _unix_ms()
         for request_id, held in self._held.items():
             if 0 < held.deadline_unix_ms <= now_unix_ms:
                 self._ledger.finish(
@@ -268,46 +272,10 @@ class Scheduler:
         except Unroutable:
             log.warning("reply_queue_gone", queue=delivery.reply_to, request_id=reply.request_id)
 
-    # between plan and record
-
-    def _record(self, plan: Plan) -> LedgerRecord:
-        layout = self._model.layout
-        return LedgerRecord(
-            request_id=plan.request_id,
-            model_id=layout.model_id,
-            layout_id=layout.layout_id,
-            prompt_token_ids=plan.token_ids,
-            sampling=plan.sampling,
-            max_position=plan.max_position,
-            stop_token_ids=plan.stop_token_ids,
-            deadline_unix_ms=plan.deadline_unix_ms,
-            created_unix_ms=time.time_ns() // 1_000_000,
-        )
-
-    def _refusal(self, request: Request, error: str) -> LedgerRecord:
-        layout = self._model.layout
-        return LedgerRecord(
-            request_id=request.request_id,
-            model_id=layout.model_id,
-            layout_id=layout.layout_id,
-            prompt_token_ids=(),
-            sampling=request.sampling,
-            max_position=0,
-            created_unix_ms=time.time_ns() // 1_000_000,
-            finish_reason=FinishReason.ERROR,
-            error=error,
-        )
-
-    def _plan_of(self, record: LedgerRecord) -> Plan:
-        return Plan(
-            request_id=record.request_id,
-            token_ids=record.prompt_token_ids,
-            sampling=record.sampling,
-            max_position=record.max_position,
-            stop_token_ids=record.stop_token_ids,
-            deadline_unix_ms=record.deadline_unix_ms,
-        )
-
 
 def _with_remedy(error: CellpipeError) -> str:
     return f"{error}; {error.remedy}" if error.remedy else str(error)
+
+
+def _unix_ms() -> int:
+    return time.time_ns() // 1_000_000

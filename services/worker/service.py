@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.worker.worker import Worker, WorkerLimits
+from services.worker.limits import WorkerLimits
+from services.worker.worker import Worker
 from shared.broker.base import Broker
 from shared.errors import CellpipeError, StoreUnavailable
 from shared.kernel.weights import KernelBackend

@@ -4,7 +4,7 @@ One turn: take -> decode -> batch -> compute -> remember -> publish -> settle. O
 those; knows no pika, no redis and no C. Everything it holds can be lost: the broker redelivers the
 steps and the store holds the rows.
 
-B sequences in a batch, R rows in it, T rows of one sequence, D hidden_size.
+B sequences in a batch, R rows in it, D hidden_size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import assert_never
 
 import numpy as np
@@ -20,11 +19,13 @@ import numpy.typing as npt
 import structlog
 
 from services.worker.batch import Pending, Slice, plan_batch
+from services.worker.compute import forward_batch, rows_to_write
 from services.worker.inbox import Inbox
+from services.worker.limits import WorkerLimits
 from services.worker.sequences import SequencePool
 from services.worker.steps import next_group_step
 from services.worker.tokens import Ended, GoOn, OutOfOrder, sample_and_commit
-from services.worker.verdict import HIDDEN, TOKEN_IDS, step_problem
+from services.worker.verdict import step_problem
 from shared import codec
 from shared.backoff import Backoff
 from shared.broker.base import Broker, Confirm, Outgoing
@@ -32,27 +33,14 @@ from shared.errors import KernelError, KvMissing, TransientError
 from shared.messages import FinishReason, Step
 from shared.model.config import ModelConfig
 from shared.model.kv_cache import SequenceCache
-from shared.model.layer_group import LayerGroup, SequenceSlice
-from shared.store.kv_pages import KvPages, KvRows
+from shared.model.layer_group import LayerGroup
+from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
 from shared.topology import Layout, group_queue
 
 log = structlog.get_logger()
 
 FloatRows = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    """Bounds of one worker. Rows are token positions."""
-
-    max_batch_rows: int = 128
-    max_batch_sequences: int = 64
-    prefetch: int = 32
-    kv_cache_bytes: int = 32 << 20
-    confirm_timeout_s: float = 10.0
-    park_retry_s: float = 0.005
-    park_limit_s: float = 5.0
 
 
 class Worker:
@@ -98,10 +86,6 @@ class Worker:
     def groups(self) -> tuple[int, ...]:
         return tuple(sorted(self._layer_groups))
 
-    @property
-    def num_pending(self) -> int:
-        return len(self._inbox)
-
     def serve_group(self, group: int, layer_group: LayerGroup) -> None:
         """Serve one more group from now on."""
         self._layer_groups[group] = layer_group
@@ -139,8 +123,6 @@ class Worker:
         for item in self._inbox.items():
             self._inbox.hand_back(item)
 
-    # compute
-
     def _run(self, slices: Sequence[Slice]) -> int:
         slices = self._with_rows_at_hand(slices)
         if not slices:
@@ -148,7 +130,7 @@ class Worker:
         started_s = self._clock()
         group = slices[0].pending.step.group
         try:
-            hidden = self._forward(group, slices)  # (R, D)
+            hidden = forward_batch(self._layer_groups[group], slices, self._cache)  # (R, D)
         except KernelError as error:
             return self._isolate(slices, error)
         settled = self._pass_on(group, slices, hidden)
@@ -190,19 +172,6 @@ class Worker:
             ready.append(piece)
         return ready
 
-    def _forward(self, group: int, slices: Sequence[Slice]) -> FloatRows:
-        layer_group = self._layer_groups[group]
-        name = TOKEN_IDS if group == 0 else HIDDEN
-        rows = np.concatenate(
-            [p.pending.step.tensors[name][p.start : p.start + p.num_rows] for p in slices]
-        )
-        hidden = layer_group.embed(rows) if group == 0 else rows  # (R, D)
-        sequences = [
-            SequenceSlice(self._cache(group, piece), piece.position, piece.num_rows)
-            for piece in slices
-        ]
-        return layer_group.forward(hidden, sequences)
-
     def _isolate(self, slices: Sequence[Slice], error: KernelError) -> int:
         """A batch failed: run its members alone, so that only the culprit's request ends."""
         if len(slices) > 1:
@@ -211,13 +180,11 @@ class Worker:
         self._fail(item, f"layer group {item.step.group} cannot compute it: {error}", dead=True)
         return 1
 
-    # remember, pass on, settle
-
     def _pass_on(self, group: int, slices: Sequence[Slice], hidden: FloatRows) -> int:
         ends = np.cumsum([piece.num_rows for piece in slices])
         confirm: Confirm | None
         if group == self._layout.last_group:
-            self._write_rows(group, slices)
+            self._write_rows(slices)
             confirm = self._publish(self._commit_tokens(slices, hidden[ends - 1]))
         else:
             confirm = self._publish(
@@ -226,20 +193,15 @@ class Worker:
                     for piece, end in zip(slices, ends, strict=True)
                 ]
             )
-            self._write_rows(group, slices)  # beside the publish: both end before the ack
+            self._write_rows(slices)  # beside the publish: both end before the ack
         if confirm is not None:
             confirm.wait(self._limits.confirm_timeout_s)
         return sum(self._settle(group, piece) for piece in slices)
 
-    def _write_rows(self, group: int, slices: Sequence[Slice]) -> None:
+    def _write_rows(self, slices: Sequence[Slice]) -> None:
         if self._kv_pages is None:
             return
-        writes = []
-        for piece in slices:
-            end = piece.position + piece.num_rows
-            rows = self._cache(group, piece).export_rows(piece.position, end)
-            writes.append(KvRows(_id(piece), group, piece.position, rows))
-        for problem in self._kv_pages.write_all(writes):
+        for problem in self._kv_pages.write_all(rows_to_write(slices, self._cache)):
             if problem is not None:
                 raise problem
 
@@ -306,8 +268,6 @@ class Worker:
         else:
             self._inbox.ack(item)
 
-    # small names
-
     def _problem(self, step: Step) -> str:
         return step_problem(
             step, layout=self._layout, config=self._config, groups=self._layer_groups
@@ -321,7 +281,8 @@ class Worker:
     def _new_cache(self, group: int) -> SequenceCache:
         return self._layer_groups[group].new_cache()
 
-    def _cache(self, group: int, piece: Slice) -> SequenceCache:
+    def _cache(self, piece: Slice) -> SequenceCache:
+        group = piece.pending.step.group
         return self._pool.get(group, _id(piece), now_s=self._clock()).cache
 
     def _queue(self, group: int) -> str:

@@ -46,8 +46,8 @@ def test_killing_one_of_two_workers_mid_answer_changes_no_token(
         killer.start()
         started_s = time.monotonic()
         answer = cluster.run(
-            "run", "--cluster", "--raw", PROMPT, "--json", "--temperature", "0.8", "--seed", str(SEED),
-            "--max-tokens", str(NUM_TOKENS), timeout_s=180,
+            "run", "--cluster", "--raw", PROMPT, "--json", "--temperature", "0.8",
+            "--seed", str(SEED), "--max-tokens", str(NUM_TOKENS), timeout_s=180,
         )  # fmt: skip
         took_s = time.monotonic() - started_s
         killer.join()

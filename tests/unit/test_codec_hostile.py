@@ -109,7 +109,7 @@ def test_bytes_that_are_no_frame_are_refused(body: bytes, words: str) -> None:
         (b"[" * 100_000, "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b"[]", "must be a map"),
-        (b'{"kind": "step.v1"}', "only request.v1 may be JSON"),
+        (b'{"kind": "step.v1"}', "only request.v1 and reply.v1 may be JSON"),
         (b'{"request_id": "r", "prompt": "\\ud800"}', "surrogate"),
         (b'{"request_id": "r", "prompt": "x", "sampling": {"top_p": NaN}}', "not JSON"),
         (b'{"request_id": "r", "prompt": "x", "sampling": {"top_p": 1' + b"0" * 999, "not JSON"),

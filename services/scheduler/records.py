@@ -1,0 +1,52 @@
+"""Between a plan and its record in the ledger. Pure."""
+
+from __future__ import annotations
+
+from services.scheduler.admission import Plan
+from shared.messages import FinishReason, Request
+from shared.store.ledger_types import LedgerRecord
+from shared.topology import Layout
+
+
+def record_of(plan: Plan, layout: Layout, *, created_unix_ms: int) -> LedgerRecord:
+    """The record that admits a plan."""
+    return LedgerRecord(
+        request_id=plan.request_id,
+        model_id=layout.model_id,
+        layout_id=layout.layout_id,
+        prompt_token_ids=plan.token_ids,
+        sampling=plan.sampling,
+        max_position=plan.max_position,
+        stop_token_ids=plan.stop_token_ids,
+        deadline_unix_ms=plan.deadline_unix_ms,
+        created_unix_ms=created_unix_ms,
+    )
+
+
+def plan_of(record: LedgerRecord) -> Plan:
+    """The plan that a record admitted, with the seed that was drawn for it."""
+    return Plan(
+        request_id=record.request_id,
+        token_ids=record.prompt_token_ids,
+        sampling=record.sampling,
+        max_position=record.max_position,
+        stop_token_ids=record.stop_token_ids,
+        deadline_unix_ms=record.deadline_unix_ms,
+    )
+
+
+def refusal_of(
+    request: Request, layout: Layout, error: str, *, created_unix_ms: int
+) -> LedgerRecord:
+    """The record of a request that was never admitted, and why."""
+    return LedgerRecord(
+        request_id=request.request_id,
+        model_id=layout.model_id,
+        layout_id=layout.layout_id,
+        prompt_token_ids=(),
+        sampling=request.sampling,
+        max_position=0,
+        created_unix_ms=created_unix_ms,
+        finish_reason=FinishReason.ERROR,
+        error=error,
+    )

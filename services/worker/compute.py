@@ -1,0 +1,49 @@
+"""Runs a batch through a layer group and reads back the rows to remember. Knows no queue.
+
+R rows of the batch, T rows of one sequence, D hidden_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.batch import Slice
+from services.worker.verdict import HIDDEN, TOKEN_IDS
+from shared.model.kv_cache import SequenceCache
+from shared.model.layer_group import LayerGroup, SequenceSlice
+from shared.store.kv_pages import KvRows
+
+CacheOf = Callable[[Slice], SequenceCache]
+
+
+def forward_batch(
+    layer_group: LayerGroup, slices: Sequence[Slice], cache_of: CacheOf
+) -> npt.NDArray[np.float32]:
+    """The output rows (R, D) of slices of one group; their KV rows are appended to the caches.
+
+    Raises `KernelError` when a row is not finite; running the same slices again is then safe.
+    """
+    is_first = slices[0].pending.step.group == 0
+    name = TOKEN_IDS if is_first else HIDDEN
+    rows = np.concatenate(
+        [p.pending.step.tensors[name][p.start : p.start + p.num_rows] for p in slices]
+    )
+    hidden = layer_group.embed(rows) if is_first else rows  # (R, D)
+    sequences = [SequenceSlice(cache_of(p), p.position, p.num_rows) for p in slices]
+    return layer_group.forward(hidden, sequences)
+
+
+def rows_to_write(slices: Sequence[Slice], cache_of: CacheOf) -> list[KvRows]:
+    """The KV rows that computing these slices added, as the store takes them."""
+    return [
+        KvRows(
+            piece.pending.step.request_id,
+            piece.pending.step.group,
+            piece.position,
+            cache_of(piece).export_rows(piece.position, piece.position + piece.num_rows),
+        )
+        for piece in slices
+    ]
