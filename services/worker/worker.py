@@ -60,6 +60,7 @@ class Worker:
         kv_pages: KvPages | None,
         limits: WorkerLimits = WorkerLimits(),
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.num_steps_done = 0
         self.last_step_unix_ms = 0
@@ -71,6 +72,7 @@ class Worker:
         self._kv_pages = kv_pages
         self._limits = limits
         self._clock = clock
+        self._sleep = sleep
         self._backoff = Backoff(first_s=0.05, max_s=2.0)
         self._pool = SequencePool(self._new_cache, kv_pages, max_bytes=limits.kv_cache_bytes)
         self._inbox = Inbox(
@@ -111,7 +113,7 @@ class Worker:
         except TransientError as error:
             wait_s = self._backoff.next_s()
             log.warning("batch_handed_back", reason=str(error), wait_ms=round(wait_s * 1e3))
-            time.sleep(wait_s)  # before the hand-back, which would bring the batch straight back
+            self._sleep(wait_s)  # before the hand-back, which would bring the batch straight back
             for piece in slices:
                 self._inbox.hand_back(piece.pending)
             return 0
