@@ -19,9 +19,10 @@ import numpy.typing as npt
 import structlog
 
 from services.worker.batch import Pending, Slice, plan_batch
-from services.worker.compute import forward_batch, rows_to_write
+from services.worker.compute import forward_batch
 from services.worker.inbox import Inbox
 from services.worker.limits import WorkerLimits
+from services.worker.remember import write_rows
 from services.worker.sequences import SequencePool
 from services.worker.steps import next_group_step
 from services.worker.tokens import Ended, GoOn, OutOfOrder, sample_and_commit
@@ -201,11 +202,8 @@ class Worker:
         return sum(self._settle(group, piece) for piece in slices)
 
     def _write_rows(self, slices: Sequence[Slice]) -> None:
-        if self._kv_pages is None:
-            return
-        for problem in self._kv_pages.write_all(rows_to_write(slices, self._cache)):
-            if problem is not None:
-                raise problem
+        if self._kv_pages is not None:
+            write_rows(slices, self._cache, self._kv_pages, self._ledger)
 
     def _commit_tokens(self, slices: Sequence[Slice], last_rows: FloatRows) -> list[Step]:
         """Commit a token for every slice that ends its step; returns the decode steps to send.
