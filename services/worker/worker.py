@@ -134,9 +134,9 @@ class Worker:
         group = slices[0].pending.step.group
         try:
             hidden = forward_batch(self._layer_groups[group], slices, self._cache)  # (R, D)
-        except KernelError as error:
+            settled = self._pass_on(group, slices, hidden)
+        except KernelError as error:  # nothing was published yet: sampling comes before
             return self._isolate(slices, error)
-        settled = self._pass_on(group, slices, hidden)
         now_s = self._clock()
         log.debug(
             "batch_done",
@@ -170,6 +170,9 @@ class Worker:
                 item.retry_at_s = now_s + self._limits.park_retry_s
                 if now_s - item.parked_since_s > self._limits.park_limit_s:
                     self._fail(item, str(error))
+                continue
+            except KernelError as error:
+                self._fail(item, f"KV rows in the store are damaged: {error}", dead=True)
                 continue
             item.parked_since_s = None
             ready.append(piece)
