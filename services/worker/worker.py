@@ -122,7 +122,9 @@ class Worker:
         return settled
 
     def hand_back_all(self) -> None:
-        """Give every unsettled delivery back to its queue; the last act before leaving."""
+        """Take nothing more and give back every unsettled delivery; the last act before leaving."""
+        for group in self._layer_groups:
+            self._broker.cancel(self._queue(group))  # or they would come straight back
         for item in self._inbox.items():
             self._inbox.hand_back(item)
 
