@@ -65,6 +65,7 @@ class Scheduler:
         draw_seed: Callable[[], int],
         limits: SchedulerLimits = SchedulerLimits(),
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.num_answered = 0
         self._model = model
@@ -75,6 +76,7 @@ class Scheduler:
         self._draw_seed = draw_seed
         self._limits = limits
         self._clock = clock
+        self._sleep = sleep
         self._backoff = Backoff(first_s=0.05, max_s=2.0)
         self._held: dict[str, Held] = {}
         self._next_poll_s = 0.0
@@ -101,7 +103,7 @@ class Scheduler:
         except TransientError as error:
             wait_s = self._backoff.next_s()
             log.warning("turn_failed", reason=str(error), wait_ms=round(wait_s * 1e3))
-            time.sleep(wait_s)
+            self._sleep(wait_s)
             if delivery is not None and not self._holds(delivery):
                 self._broker.reject(delivery, requeue=True)
         else:

@@ -1,4 +1,4 @@
-"""Runs a batch through a layer group and reads back the rows to remember. Knows no queue.
+"""Runs a batch through a layer group. Knows no queue and no store.
 
 R rows of the batch, T rows of one sequence, D hidden_size.
 """
@@ -14,7 +14,6 @@ from services.worker.batch import Slice
 from services.worker.verdict import HIDDEN, TOKEN_IDS
 from shared.model.kv_cache import SequenceCache
 from shared.model.layer_group import LayerGroup, SequenceSlice
-from shared.store.kv_pages import KvRows
 
 CacheOf = Callable[[Slice], SequenceCache]
 
@@ -34,16 +33,3 @@ def forward_batch(
     hidden = layer_group.embed(rows) if is_first else rows  # (R, D)
     sequences = [SequenceSlice(cache_of(p), p.position, p.num_rows) for p in slices]
     return layer_group.forward(hidden, sequences)
-
-
-def rows_to_write(slices: Sequence[Slice], cache_of: CacheOf) -> list[KvRows]:
-    """The KV rows that computing these slices added, as the store takes them."""
-    return [
-        KvRows(
-            piece.pending.step.request_id,
-            piece.pending.step.group,
-            piece.position,
-            cache_of(piece).export_rows(piece.position, piece.position + piece.num_rows),
-        )
-        for piece in slices
-    ]

@@ -19,9 +19,10 @@ import numpy.typing as npt
 import structlog
 
 from services.worker.batch import Pending, Slice, plan_batch
-from services.worker.compute import forward_batch, rows_to_write
+from services.worker.compute import forward_batch
 from services.worker.inbox import Inbox
 from services.worker.limits import WorkerLimits
+from services.worker.remember import write_rows
 from services.worker.sequences import SequencePool
 from services.worker.steps import next_group_step
 from services.worker.tokens import Ended, GoOn, OutOfOrder, sample_and_commit
@@ -60,6 +61,7 @@ class Worker:
         kv_pages: KvPages | None,
         limits: WorkerLimits = WorkerLimits(),
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.num_steps_done = 0
         self.last_step_unix_ms = 0
@@ -71,6 +73,7 @@ class Worker:
         self._kv_pages = kv_pages
         self._limits = limits
         self._clock = clock
+        self._sleep = sleep
         self._backoff = Backoff(first_s=0.05, max_s=2.0)
         self._pool = SequencePool(self._new_cache, kv_pages, max_bytes=limits.kv_cache_bytes)
         self._inbox = Inbox(
@@ -111,7 +114,7 @@ class Worker:
         except TransientError as error:
             wait_s = self._backoff.next_s()
             log.warning("batch_handed_back", reason=str(error), wait_ms=round(wait_s * 1e3))
-            time.sleep(wait_s)  # before the hand-back, which would bring the batch straight back
+            self._sleep(wait_s)  # before the hand-back, which would bring the batch straight back
             for piece in slices:
                 self._inbox.hand_back(piece.pending)
             return 0
@@ -119,7 +122,9 @@ class Worker:
         return settled
 
     def hand_back_all(self) -> None:
-        """Give every unsettled delivery back to its queue; the last act before leaving."""
+        """Take nothing more and give back every unsettled delivery; the last act before leaving."""
+        for group in self._layer_groups:
+            self._broker.cancel(self._queue(group))  # or they would come straight back
         for item in self._inbox.items():
             self._inbox.hand_back(item)
 
@@ -131,9 +136,9 @@ class Worker:
         group = slices[0].pending.step.group
         try:
             hidden = forward_batch(self._layer_groups[group], slices, self._cache)  # (R, D)
-        except KernelError as error:
+            settled = self._pass_on(group, slices, hidden)
+        except KernelError as error:  # nothing was published yet: sampling comes before
             return self._isolate(slices, error)
-        settled = self._pass_on(group, slices, hidden)
         now_s = self._clock()
         log.debug(
             "batch_done",
@@ -168,6 +173,9 @@ class Worker:
                 if now_s - item.parked_since_s > self._limits.park_limit_s:
                     self._fail(item, str(error))
                 continue
+            except KernelError as error:
+                self._fail(item, f"KV rows in the store are damaged: {error}", dead=True)
+                continue
             item.parked_since_s = None
             ready.append(piece)
         return ready
@@ -199,11 +207,8 @@ class Worker:
         return sum(self._settle(group, piece) for piece in slices)
 
     def _write_rows(self, slices: Sequence[Slice]) -> None:
-        if self._kv_pages is None:
-            return
-        for problem in self._kv_pages.write_all(rows_to_write(slices, self._cache)):
-            if problem is not None:
-                raise problem
+        if self._kv_pages is not None:
+            write_rows(slices, self._cache, self._kv_pages, self._ledger)
 
     def _commit_tokens(self, slices: Sequence[Slice], last_rows: FloatRows) -> list[Step]:
         """Commit a token for every slice that ends its step; returns the decode steps to send.

@@ -1,0 +1,39 @@
+"""Writes the KV rows of a batch to the store. Knows no queue and no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.worker.batch import Slice
+from services.worker.compute import CacheOf
+from shared.store.kv_pages import KvPages, KvRows
+from shared.store.ledger import Ledger
+
+
+def write_rows(
+    slices: Sequence[Slice], cache_of: CacheOf, kv_pages: KvPages, ledger: Ledger
+) -> None:
+    """Store the rows that computing these slices of one group added to their caches.
+
+    The rows before them may be missing there. If the request has ended, its pages were deleted
+    and nothing is to come back; if it still runs, the store lost them, and all are written from
+    the cache. Raises `KvMissing` when the store loses them again meanwhile, `StoreUnavailable`.
+    """
+    added = [_rows(piece, cache_of, piece.position) for piece in slices]
+    problems = kv_pages.write_all(added)
+    refused = [piece for piece, problem in zip(slices, problems, strict=True) if problem]
+    if not refused:
+        return
+    states = ledger.states([piece.pending.step.request_id for piece in refused])
+    running = {name for name, state in states.items() if state.finish_reason is None}
+    lost = [piece for piece in refused if piece.pending.step.request_id in running]
+    for problem in kv_pages.write_all([_rows(piece, cache_of, 0) for piece in lost]):
+        if problem is not None:
+            raise problem
+
+
+def _rows(piece: Slice, cache_of: CacheOf, start: int) -> KvRows:
+    """Rows from position `start` to the end of the slice, as the store takes them."""
+    step = piece.pending.step
+    rows = cache_of(piece).export_rows(start, piece.position + piece.num_rows)
+    return KvRows(step.request_id, step.group, start, rows)

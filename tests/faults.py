@@ -1,0 +1,85 @@
+"""Parts that fail at a chosen moment: stand-ins before a real broker, ledger, store or kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shared.broker.memory import MemoryBroker, MemoryHub
+
+
+class Crash(BaseException):
+    """The process is gone; nothing after this line runs in it."""
+
+
+class Tripwire:
+    """Stands before `inner`; raises at the `nth` call of one method, before or after it ran.
+
+    It fires `times` calls in a row (None: for ever), and counts the calls in `num_calls`.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        method: str,
+        error: BaseException | type[BaseException],
+        *,
+        after: bool = False,
+        nth: int = 1,
+        times: int | None = 1,
+        only_if: Callable[..., bool] = lambda *_, **__: True,
+    ) -> None:
+        self.num_calls = 0
+        self._inner = inner
+        self._method = method
+        self._error = error
+        self._after = after
+        self._first = nth
+        self._end = None if times is None else nth + times
+        self._only_if = only_if
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._inner, name)
+        return self._guard(attribute) if name == self._method else attribute
+
+    def _guard(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._only_if(*args, **kwargs):
+                return method(*args, **kwargs)
+            self.num_calls += 1
+            fires = self._first <= self.num_calls and (
+                self._end is None or self.num_calls < self._end
+            )
+            if fires and not self._after:
+                raise self._error
+            result = method(*args, **kwargs)
+            if fires:
+                raise self._error
+            return result
+
+        return call
+
+
+class LosableBroker:
+    """A connection that `lose` breaks and that is back at once, consuming what it did.
+
+    What it held goes back to the queues, and its old deliveries are stale.
+    """
+
+    def __init__(self, hub: MemoryHub) -> None:
+        self._hub = hub
+        self._inner = MemoryBroker(hub)
+        self._consumed: dict[str, int] = {}
+
+    def consume(self, queue: str, *, prefetch: int) -> None:
+        self._consumed[queue] = prefetch
+        self._inner.consume(queue, prefetch=prefetch)
+
+    def lose(self) -> None:
+        self._inner.close()
+        self._inner = MemoryBroker(self._hub)
+        for queue, prefetch in self._consumed.items():
+            self._inner.consume(queue, prefetch=prefetch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -1,0 +1,326 @@
+"""A pipeline whose turns a test calls one by one: no thread, no socket, no sleep.
+
+Everything is real (memory broker, fakeredis store, kernel, tiny random model) but the clock, which
+only the rig moves. What goes wrong is made by `tests/faults.py`, handed to the part it concerns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+from services.scheduler.admission import Plan, ServedModel, first_step
+from services.scheduler.records import record_of
+from services.scheduler.scheduler import Scheduler, SchedulerLimits
+from services.worker.limits import WorkerLimits
+from services.worker.worker import Worker
+from shared import codec
+from shared.broker.base import Broker, Outgoing
+from shared.broker.memory import MemoryBroker, MemoryHub
+from shared.messages import Reply, Request, SamplingParams, Step
+from shared.model.backend import pick_backend
+from shared.model.layer_group import LayerGroup
+from shared.store.connection import connect
+from shared.store.kv_pages import KvPages
+from shared.store.ledger import Ledger
+from shared.store.ledger_types import FinalEvent, LedgerRecord
+from shared.text.chat_template import ChatTemplate
+from shared.text.tokenizer import Tokenizer
+from shared.topology import (
+    DEAD_QUEUE,
+    REQUESTS_QUEUE,
+    QueueSpec,
+    control_queues,
+    even_layout,
+    group_queue,
+    group_queues,
+)
+from tests.faults import Crash
+from tests.gguf_files import CHAT_TEMPLATE, tiny_tokens, tiny_vocabulary
+from tests.reference_run import ReferenceModel
+from tests.tiny_model import TinyModel, tiny_model
+
+TURN_COST_S = 0.01  # what the clock moves on after everything had a turn
+MAX_ROUNDS = 3_000
+GREEDY = SamplingParams(seed=0, max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(
+    temperature=0.9, top_k=40, top_p=0.95, seed=7, max_tokens=12, ignore_eos=True
+)
+
+
+class FakeClock:
+    """Seconds that pass when a test says so. `sleep` passes them too, so back-offs cost nothing."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@cache
+def rig_model() -> TinyModel:
+    return tiny_model(vocab_size=len(tiny_tokens()))
+
+
+@cache
+def _layer_group(num_groups: int, group: int) -> LayerGroup:
+    """Shared by all rigs: it holds nothing of a sequence."""
+    model = rig_model()
+    layout = even_layout(model.manifest.model_id, model.config.num_hidden_layers, num_groups)
+    first, end = layout.bounds[group]
+    return LayerGroup.load(
+        model.config,
+        model.manifest,
+        first,
+        end,
+        model.read_shard,
+        first=group == 0,
+        last=group == layout.last_group,
+        backend=pick_backend(),
+    )
+
+
+@cache
+def expected_tokens(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
+    """What one undisturbed process generates."""
+    model = rig_model()
+    return ReferenceModel(model.manifest, model.read_shard).generate(prompt, sampling)
+
+
+def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
+    """A prompt of byte tokens, another for every salt."""
+    return tuple(3 + (7 * salt + 31 * i + i * i) % 250 for i in range(length))
+
+
+class Rig:
+    """Queues, stores and a layout of `num_groups`; workers and schedulers are added by tests."""
+
+    def __init__(self, num_groups: int = 2, *, limits: WorkerLimits = WorkerLimits()) -> None:
+        model = rig_model()
+        self.config = model.config
+        self.layout = even_layout(
+            model.manifest.model_id, model.config.num_hidden_layers, num_groups
+        )
+        self.clock = FakeClock()
+        self.hub = MemoryHub()
+        self.stores = connect("memory://")
+        self.ledger = Ledger(self.stores.meta)
+        self.kv_pages = KvPages.of_layout(
+            self.stores.kv, self.layout, self.config.kv_row_bytes_per_layer
+        )
+        self.front = self.new_broker()
+        self.front.declare([*control_queues(), *group_queues(self.layout)])
+        self.limits = limits
+        self.num_crashes = 0
+        self.coverage = [1] * num_groups
+        self._actors: dict[Any, Broker] = {}
+        self._taps: dict[str, MemoryBroker] = {}
+
+    # parts
+
+    def new_broker(self) -> MemoryBroker:
+        return MemoryBroker(self.hub)
+
+    def layer_group(self, group: int) -> LayerGroup:
+        return _layer_group(self.layout.num_groups, group)
+
+    def add_worker(
+        self,
+        *groups: int,
+        broker: Any = None,
+        ledger: Any = None,
+        kv_pages: Any = None,
+        limits: WorkerLimits | None = None,
+        layer_groups: dict[int, Any] | None = None,
+    ) -> Worker:
+        """A worker of `groups`; each of its parts may be replaced by one that fails."""
+        broker = broker or self.new_broker()
+        worker = Worker(
+            layout=self.layout,
+            config=self.config,
+            layer_groups={group: self.layer_group(group) for group in groups}
+            | (layer_groups or {}),
+            broker=broker,
+            ledger=ledger or self.ledger,
+            kv_pages=kv_pages or self.kv_pages,
+            limits=limits or self.limits,
+            clock=self.clock,
+            sleep=self.clock.sleep,
+        )
+        self._actors[worker] = broker
+        return worker
+
+    def add_workers(self, per_group: int = 1) -> list[Worker]:
+        """The same number of workers for every group, each with a group of its own."""
+        return [
+            self.add_worker(group)
+            for group in range(self.layout.num_groups)
+            for _ in range(per_group)
+        ]
+
+    def add_scheduler(
+        self,
+        *,
+        broker: Any = None,
+        ledger: Any = None,
+        kv_pages: Any = None,
+        draw_seed: Callable[[], int] = lambda: 99,
+        limits: SchedulerLimits = SchedulerLimits(),
+    ) -> Scheduler:
+        broker = broker or self.new_broker()
+        scheduler = Scheduler(
+            model=ServedModel(
+                self.layout, self.config, rig_tokenizer(), ChatTemplate(CHAT_TEMPLATE)
+            ),
+            broker=broker,
+            ledger=ledger or self.ledger,
+            kv_pages=kv_pages or self.kv_pages,
+            coverage=lambda: self.coverage,
+            draw_seed=draw_seed,
+            limits=limits,
+            clock=self.clock,
+            sleep=self.clock.sleep,
+        )
+        self._actors[scheduler] = broker
+        return scheduler
+
+    def kill(self, actor: Worker | Scheduler) -> None:
+        """As `kill -9` does: its connection closes, what it had not settled goes back."""
+        self._actors.pop(actor).close()
+
+    # time
+
+    def turn(self) -> None:
+        """Give everyone a turn; whoever crashes in it is dead. Then a little time passes."""
+        for actor in list(self._actors):
+            try:
+                actor.turn(0.0)
+            except Crash:
+                self.num_crashes += 1
+                self.kill(actor)
+        self.clock.sleep(TURN_COST_S)
+
+    def run_until(self, holds: Callable[[], bool]) -> None:
+        for _ in range(MAX_ROUNDS):
+            if holds():
+                return
+            self.turn()
+        raise AssertionError(f"nothing more happens; queued: {self.queued()}")
+
+    def run_until_done(self, *request_ids: str) -> None:
+        """Until each of the requests has ended."""
+        self.run_until(lambda: all(self.record(i).finish_reason for i in request_ids))
+
+    def run_until_quiet(self) -> None:
+        """Until no step and no request is left anywhere."""
+        self.run_until(lambda: self.num_steps() == 0 and self.num_messages(REQUESTS_QUEUE) == 0)
+
+    # requests
+
+    def start(
+        self, request_id: str, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **changes: Any
+    ) -> Step:
+        """Do what the scheduler does: write the record, publish the first step. Returns it."""
+        plan = self.admit(request_id, prompt, sampling, **changes)
+        step = first_step(plan, self.layout, epoch=0)
+        self.publish_step(step)
+        return step
+
+    def admit(
+        self, request_id: str, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **changes: Any
+    ) -> Plan:
+        values: dict[str, Any] = {
+            "request_id": request_id,
+            "token_ids": tuple(prompt),
+            "sampling": sampling,
+            "max_position": len(prompt) + sampling.max_tokens - 1,
+            "stop_token_ids": self.config.eos_token_ids,
+            "deadline_unix_ms": 0,
+        }
+        plan = Plan(**(values | changes))
+        assert self.ledger.admit(record_of(plan, self.layout, created_unix_ms=1))
+        return plan
+
+    def publish_step(self, step: Step) -> None:
+        self.publish(self.queue(step.group), codec.encode(step))
+
+    def publish(self, queue: str, body: bytes, **changes: Any) -> None:
+        self.front.publish([Outgoing(queue, body, **changes)]).wait(0.0)
+
+    def submit(self, request: Request, **changes: Any) -> None:
+        """As a producer does; `changes` are those of `Outgoing`."""
+        self.publish(REQUESTS_QUEUE, codec.encode(request), **changes)
+
+    # what can be seen from outside
+
+    def queue(self, group: int) -> str:
+        return group_queue(self.layout.model_id, self.layout.layout_id, group)
+
+    def record(self, request_id: str) -> LedgerRecord:
+        record = self.ledger.get(request_id)
+        assert record is not None, f"{request_id} is not in the ledger"
+        return record
+
+    def tokens(self, request_id: str) -> list[int]:
+        return self.ledger.tokens(request_id)
+
+    def final_events(self, request_id: str) -> list[FinalEvent]:
+        events = self.ledger.events(request_id)
+        return [event for event in events if isinstance(event, FinalEvent)]
+
+    def num_kv_rows(self, request_id: str) -> list[int]:
+        return [self.kv_pages.num_rows(request_id, g) for g in range(self.layout.num_groups)]
+
+    def num_messages(self, queue: str) -> int:
+        """Ready and unacked."""
+        with self.hub.lock:
+            found = self.hub.queues[queue]
+            return len(found.ready) + sum(len(consumer.held) for consumer in found.consumers)
+
+    def num_steps(self) -> int:
+        return sum(self.num_messages(self.queue(g)) for g in range(self.layout.num_groups))
+
+    def num_ready(self, queue: str) -> int:
+        return self.front.depth(queue) or 0
+
+    def num_dead(self) -> int:
+        return self.num_ready(DEAD_QUEUE)
+
+    def queued(self) -> dict[str, int]:
+        return {name: self.num_messages(name) for name in self.hub.queues}
+
+    def open_reply_queue(self, name: str, max_length: int | None = None) -> None:
+        self.front.declare([QueueSpec(name, max_length=max_length)])
+
+    def take_all(self, queue: str) -> list[Any]:
+        """Take and settle what is ready in a queue; the decoded messages."""
+        tap = self._taps.get(queue)
+        if tap is None:
+            tap = self._taps[queue] = self.new_broker()
+            tap.consume(queue, prefetch=1_000)
+        messages = []
+        while (delivery := tap.take(0.0)) is not None:
+            messages.append(codec.decode(delivery.body, delivery.content_type))
+            tap.ack(delivery)
+        return messages
+
+    def replies(self, queue: str) -> list[Reply]:
+        return self.take_all(queue)
+
+
+@cache
+def rig_tokenizer() -> Tokenizer:
+    return Tokenizer.from_vocabulary(tiny_vocabulary())
+
+
+def assert_answers(rig: Rig, asked: Iterable[tuple[str, Sequence[int], SamplingParams]]) -> None:
+    """Each request has the reference's tokens and exactly one final event."""
+    for request_id, prompt, sampling in asked:
+        assert rig.tokens(request_id) == expected_tokens(tuple(prompt), sampling), request_id
+        assert len(rig.final_events(request_id)) == 1
+        assert not rig.record(request_id).error
