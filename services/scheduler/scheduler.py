@@ -117,14 +117,14 @@ class Scheduler:
             request = codec.decode(delivery.body, delivery.content_type)
             if not isinstance(request, Request):
                 raise RequestError(f"a {type(request).__name__} has no business in this queue")
+            held = self._held.get(request.request_id)
+            if held is not None:
+                held.add(delivery)
+                return
+            record = self._ledger.get(request.request_id)
         except PermanentError as error:
             self._refuse_unreadable(delivery, str(error))
             return
-        held = self._held.get(request.request_id)
-        if held is not None:
-            held.add(delivery)
-            return
-        record = self._ledger.get(request.request_id)
         if record is None:
             self._start(request, delivery)
         else:
