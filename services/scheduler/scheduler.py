@@ -150,7 +150,10 @@ class Scheduler:
             self._hold(request.request_id, delivery, request.deadline_unix_ms)
             return
         record = record_of(plan, self._model.layout, created_unix_ms=_unix_ms())
-        self._ledger.admit(record)
+        if not self._ledger.admit(record):
+            # Another scheduler has a copy of the request and was faster; its seed counts.
+            self._adopt(self._ledger.get(plan.request_id) or record, delivery)
+            return
         self._publish_start(plan)
         self._hold(plan.request_id, delivery, plan.deadline_unix_ms)
         log.info("request_started", request_id=plan.request_id, prompt_tokens=len(plan.token_ids))
