@@ -192,8 +192,23 @@ class Scheduler:
         states = self._ledger.states(list(self._held))
         for request_id, held in list(self._held.items()):
             state = states.get(request_id)
-            if state is not None and state.finish_reason is not None and held.retry_at_s <= now_s:
+            if state is None:
+                self._end_lost(held.deliveries[0])
+            elif state.finish_reason is not None and held.retry_at_s <= now_s:
                 self._answer(request_id, held, now_s)
+
+    def _end_lost(self, delivery: Delivery) -> None:
+        """End a request whose record the store has lost, as it does one that was never admitted.
+
+        Its message would start it again, but not from where its readers are.
+        """
+        request = codec.decode(delivery.body, delivery.content_type)
+        assert isinstance(request, Request), "only requests are held"
+        error = "the store has lost the record of this request; send it again under a new id"
+        self._ledger.refuse(
+            refusal_of(request, self._model.layout, error, created_unix_ms=_unix_ms())
+        )
+        log.error("record_lost", request_id=request.request_id)
 
     def _end_overdue(self) -> None:
         now_unix_ms = _unix_ms()
