@@ -223,7 +223,11 @@ class Rig:
     # requests
 
     def start(
-        self, request_id: str, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **changes: Any
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        **changes: Any,
     ) -> Step:
         """Do what the scheduler does: write the record, publish the first step. Returns it."""
         plan = self.admit(request_id, prompt, sampling, **changes)
@@ -232,7 +236,11 @@ class Rig:
         return step
 
     def admit(
-        self, request_id: str, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **changes: Any
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        **changes: Any,
     ) -> Plan:
         values: dict[str, Any] = {
             "request_id": request_id,
@@ -308,6 +316,11 @@ class Rig:
             messages.append(codec.decode(delivery.body, delivery.content_type))
             tap.ack(delivery)
         return messages
+
+    def close_taps(self) -> None:
+        """Let what comes from now on go to others again."""
+        while self._taps:
+            self._taps.popitem()[1].close()
 
     def replies(self, queue: str) -> list[Reply]:
         return self.take_all(queue)

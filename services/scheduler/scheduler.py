@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
 from services.scheduler.admission import Plan, ServedModel, first_step, plan_request
+from services.scheduler.held import Held
 from services.scheduler.records import plan_of, record_of, refusal_of
+from services.scheduler.replies import refusal_reply, send_reply
 from shared import codec
 from shared.backoff import Backoff
 from shared.broker.base import Broker, Delivery, Outgoing
-from shared.errors import CellpipeError, PermanentError, RequestError, TransientError, Unroutable
+from shared.errors import (
+    CellpipeError,
+    PermanentError,
+    PublishRefused,
+    RequestError,
+    TransientError,
+)
 from shared.messages import FinishReason, Reply, Request
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
@@ -29,22 +37,15 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of one scheduler."""
+    """Bounds of one scheduler. `reply_patience_s` is how long a full reply queue is tried."""
 
     max_in_flight: int = 256
     poll_s: float = 0.05
     coverage_check_s: float = 1.0
     uncovered_grace_s: float = 10.0
     confirm_timeout_s: float = 10.0
-
-
-@dataclass(slots=True)
-class Held:
-    """A request in flight and its unacked messages (two, when a producer sent it twice)."""
-
-    started_s: float
-    deadline_unix_ms: int
-    deliveries: list[Delivery] = field(default_factory=list)
+    reply_retry_s: float = 1.0
+    reply_patience_s: float = 60.0
 
 
 class Scheduler:
@@ -116,20 +117,26 @@ class Scheduler:
             request = codec.decode(delivery.body, delivery.content_type)
             if not isinstance(request, Request):
                 raise RequestError(f"a {type(request).__name__} has no business in this queue")
+            held = self._held.get(request.request_id)
+            if held is not None:
+                held.add(delivery)
+                return
+            record = self._ledger.get(request.request_id)
         except PermanentError as error:
-            log.warning("request_refused", reason=str(error), bytes=len(delivery.body))
-            self._answer_unreadable(delivery, str(error))
-            self._broker.reject(delivery, requeue=False)
+            self._refuse_unreadable(delivery, str(error))
             return
-        held = self._held.get(request.request_id)
-        if held is not None:
-            held.deliveries.append(delivery)
-            return
-        record = self._ledger.get(request.request_id)
         if record is None:
             self._start(request, delivery)
         else:
             self._adopt(record, delivery)
+
+    def _refuse_unreadable(self, delivery: Delivery, error: str) -> None:
+        log.warning("request_refused", reason=error, bytes=len(delivery.body))
+        try:
+            self._send_reply(delivery, refusal_reply(delivery, error))
+        except PublishRefused as refused:
+            log.warning("reply_given_up", queue=delivery.reply_to, reason=str(refused))
+        self._broker.reject(delivery, requeue=False)
 
     def _start(self, request: Request, delivery: Delivery) -> None:
         try:
@@ -142,13 +149,17 @@ class Scheduler:
             log.warning("request_refused", request_id=request.request_id, reason=str(error))
             self._hold(request.request_id, delivery, request.deadline_unix_ms)
             return
-        self._ledger.admit(record_of(plan, self._model.layout, created_unix_ms=_unix_ms()))
+        record = record_of(plan, self._model.layout, created_unix_ms=_unix_ms())
+        if not self._ledger.admit(record):
+            # Another scheduler has a copy of the request and was faster; its seed counts.
+            self._adopt(self._ledger.get(plan.request_id) or record, delivery)
+            return
         self._publish_start(plan)
         self._hold(plan.request_id, delivery, plan.deadline_unix_ms)
         log.info("request_started", request_id=plan.request_id, prompt_tokens=len(plan.token_ids))
 
     def _adopt(self, record: LedgerRecord, delivery: Delivery) -> None:
-        """Take over a request that another scheduler, now gone, had admitted."""
+        """Take over a request that another scheduler has admitted."""
         if record.finish_reason is None and record.num_generated == 0:
             # Its start may never have been published. A second start is harmless: the first
             # commit of a position wins.
@@ -163,7 +174,8 @@ class Scheduler:
         self._broker.publish([Outgoing(queue, body)]).wait(self._limits.confirm_timeout_s)
 
     def _hold(self, request_id: str, delivery: Delivery, deadline_unix_ms: int) -> None:
-        self._held[request_id] = Held(self._clock(), deadline_unix_ms, [delivery])
+        held = self._held[request_id] = Held(self._clock(), deadline_unix_ms)
+        held.add(delivery)
 
     def _holds(self, delivery: Delivery) -> bool:
         return any(delivery in held.deliveries for held in self._held.values())
@@ -178,9 +190,25 @@ class Scheduler:
         self._end_overdue()
         self._end_uncovered(now_s)
         states = self._ledger.states(list(self._held))
-        for request_id, state in states.items():
-            if state.finish_reason is not None:
-                self._answer(request_id)
+        for request_id, held in list(self._held.items()):
+            state = states.get(request_id)
+            if state is None:
+                self._end_lost(held.deliveries[0])
+            elif state.finish_reason is not None and held.retry_at_s <= now_s:
+                self._answer(request_id, held, now_s)
+
+    def _end_lost(self, delivery: Delivery) -> None:
+        """End a request whose record the store has lost, as it does one that was never admitted.
+
+        Its message would start it again, but not from where its readers are.
+        """
+        request = codec.decode(delivery.body, delivery.content_type)
+        assert isinstance(request, Request), "only requests are held"
+        error = "the store has lost the record of this request; send it again under a new id"
+        self._ledger.refuse(
+            refusal_of(request, self._model.layout, error, created_unix_ms=_unix_ms())
+        )
+        log.error("record_lost", request_id=request.request_id)
 
     def _end_overdue(self) -> None:
         now_unix_ms = _unix_ms()
@@ -211,19 +239,32 @@ class Scheduler:
             if now_s - since_s >= self._limits.uncovered_grace_s:
                 self._ledger.finish(request_id, FinishReason.ERROR, reason)
 
-    def _answer(self, request_id: str) -> None:
-        held = self._held[request_id]
+    def _answer(self, request_id: str, held: Held, now_s: float) -> None:
+        """Reply to every message of an ended request and ack it, unless its reply queue is full."""
         record = self._ledger.get(request_id)
         if record is None:
-            raise RequestError(f"the ledger of {request_id} is gone")
-        reply = self._reply(record)
-        for delivery in held.deliveries:
-            self._send_reply(delivery, reply)
+            return  # lost just now: the next poll sees it
         if self._kv_pages is not None:
             num_positions = record.num_prompt_tokens + record.num_generated
             self._kv_pages.delete(request_id, self._model.layout.num_groups, num_positions)
-        for delivery in held.deliveries:
+        reply = self._reply(record)
+        for delivery in list(held.unanswered):
+            try:
+                self._send_reply(delivery, reply)
+            except PublishRefused as refused:
+                if held.refused_since_s is None:
+                    held.refused_since_s = now_s
+                if now_s - held.refused_since_s < self._limits.reply_patience_s:
+                    continue
+                # Its reader is gone or stuck; the answer stays in the event stream.
+                log.warning("reply_given_up", queue=delivery.reply_to, reason=str(refused))
             self._broker.ack(delivery)  # the final event is stored and the reply confirmed
+            held.unanswered.remove(delivery)
+        if held.unanswered:
+            held.retry_at_s = now_s + self._limits.reply_retry_s
+            return
+        for delivery in held.returned:
+            self._broker.ack(delivery)
         del self._held[request_id]
         self.num_answered += 1
         log.info(
@@ -247,32 +288,8 @@ class Scheduler:
             error=record.error,
         )
 
-    def _answer_unreadable(self, delivery: Delivery, error: str) -> None:
-        reply = Reply(
-            request_id=delivery.correlation_id[:64],
-            finish_reason=FinishReason.ERROR,
-            text="",
-            token_ids=(),
-            num_prompt_tokens=0,
-            error=error,
-        )
-        self._send_reply(delivery, reply)
-
     def _send_reply(self, delivery: Delivery, reply: Reply) -> None:
-        if not delivery.reply_to:
-            return
-        as_json = delivery.content_type == codec.JSON
-        outgoing = Outgoing(
-            delivery.reply_to,
-            codec.encode_json(reply) if as_json else codec.encode(reply),
-            persistent=True,
-            content_type=codec.JSON if as_json else codec.MSGPACK,
-            correlation_id=delivery.correlation_id,
-        )
-        try:
-            self._broker.publish([outgoing]).wait(self._limits.confirm_timeout_s)
-        except Unroutable:
-            log.warning("reply_queue_gone", queue=delivery.reply_to, request_id=reply.request_id)
+        send_reply(self._broker, delivery, reply, timeout_s=self._limits.confirm_timeout_s)
 
 
 def _with_remedy(error: CellpipeError) -> str:

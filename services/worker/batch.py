@@ -52,16 +52,23 @@ class Slice:
 
 
 def plan_batch(
-    pending: Sequence[Pending], *, now_s: float, max_rows: int, max_sequences: int
+    pending: Sequence[Pending],
+    *,
+    now_s: float,
+    max_rows: int,
+    max_sequences: int,
+    group_order: Sequence[int] = (),
 ) -> list[Slice]:
     """Choose the slices of the next turn: one group, one slice a request, at most `max_rows` rows.
 
-    The group is that of the oldest item that is ready, so no group starves.
+    The group is the first of `group_order` that has work, else that of the oldest item. A caller
+    who orders groups by their last turn lets none starve, however long a prompt in another is.
     """
     ready = [item for item in pending if item.retry_at_s <= now_s]
     if not ready:
         return []
-    group = ready[0].step.group
+    with_work = {item.step.group for item in ready}
+    group = next((g for g in group_order if g in with_work), ready[0].step.group)
     candidates = [item for item in _first_of_each_request(ready) if item.step.group == group]
     # sorted is stable: arrival order holds within decode steps and within prefill.
     candidates.sort(key=lambda item: item.step.num_positions > 1)

@@ -68,6 +68,7 @@ class Worker:
         self._layout = layout
         self._config = config
         self._layer_groups: dict[int, LayerGroup] = {}
+        self._group_order: list[int] = []  # the one that waits longest for a turn first
         self._broker = broker
         self._ledger = ledger
         self._kv_pages = kv_pages
@@ -92,6 +93,7 @@ class Worker:
     def serve_group(self, group: int, layer_group: LayerGroup) -> None:
         """Serve one more group from now on."""
         self._layer_groups[group] = layer_group
+        self._group_order.append(group)
         self._broker.consume(self._queue(group), prefetch=self._limits.prefetch)
 
     def turn(self, timeout_s: float) -> int:
@@ -106,9 +108,12 @@ class Worker:
             now_s=self._clock(),
             max_rows=self._limits.max_batch_rows,
             max_sequences=self._limits.max_batch_sequences,
+            group_order=self._group_order,
         )
         if not slices:
             return 0
+        group = slices[0].pending.step.group
+        self._group_order.append(self._group_order.pop(self._group_order.index(group)))
         try:
             settled = self._run(slices)
         except TransientError as error:

@@ -73,6 +73,14 @@ def test_the_group_of_the_oldest_item_is_served() -> None:
     assert [p.pending.step.request_id for p in slices] == ["a", "c"]
 
 
+def test_the_first_group_of_the_order_that_has_work_is_served() -> None:
+    items = [make_pending("a", group=2), make_pending("b", group=1)]
+
+    slices = plan_batch(items, now_s=0.0, max_rows=8, max_sequences=4, group_order=(0, 1, 2))
+
+    assert [p.pending.step.request_id for p in slices] == ["b"]
+
+
 def test_parked_items_wait_for_their_time() -> None:
     item = make_pending("a")
     item.retry_at_s = 5.0

@@ -1,0 +1,38 @@
+"""A request in flight and its unacked messages. Knows no queue and no store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.broker.base import Delivery
+
+
+@dataclass(slots=True)
+class Held:
+    """Several messages, when a producer sent the request twice: each has its reply and its ack.
+
+    `returned` holds messages that came again after a lost connection, while their first, stale
+    delivery is still among `unanswered`: they are acked, and not answered a second time.
+    `refused_since_s` says since when a reply queue is full, `retry_at_s` when to try again.
+    """
+
+    started_s: float
+    deadline_unix_ms: int
+    unanswered: list[Delivery] = field(default_factory=list)
+    returned: list[Delivery] = field(default_factory=list)
+    refused_since_s: float | None = None
+    retry_at_s: float = 0.0
+
+    def add(self, delivery: Delivery) -> None:
+        is_return = delivery.redelivered and any(
+            _message(delivery) == _message(other) for other in self.unanswered
+        )
+        (self.returned if is_return else self.unanswered).append(delivery)
+
+    @property
+    def deliveries(self) -> list[Delivery]:
+        return [*self.unanswered, *self.returned]
+
+
+def _message(delivery: Delivery) -> tuple[str, str, bytes]:
+    return delivery.reply_to, delivery.correlation_id, delivery.body

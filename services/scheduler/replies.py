@@ -1,0 +1,46 @@
+"""Replies, and the queues that requests name for them. Knows no ledger."""
+
+from __future__ import annotations
+
+import structlog
+
+from shared import codec
+from shared.broker.base import Broker, Delivery, Outgoing
+from shared.errors import Unroutable
+from shared.messages import FinishReason, Reply
+
+log = structlog.get_logger()
+
+
+def send_reply(broker: Broker, delivery: Delivery, reply: Reply, *, timeout_s: float) -> None:
+    """Answer a request message in its own content type; returns once the broker has the reply.
+
+    A request without `reply_to`, or one whose queue is gone, is no error: whoever asked has left.
+    Raises `PublishRefused` when the queue is full, else what `Confirm.wait` does.
+    """
+    if not delivery.reply_to:
+        return
+    as_json = delivery.content_type.partition(";")[0].strip().lower() == codec.JSON
+    outgoing = Outgoing(
+        delivery.reply_to,
+        codec.encode_json(reply) if as_json else codec.encode(reply),
+        persistent=True,
+        content_type=codec.JSON if as_json else codec.MSGPACK,
+        correlation_id=delivery.correlation_id,
+    )
+    try:
+        broker.publish([outgoing]).wait(timeout_s)
+    except Unroutable:
+        log.warning("reply_queue_gone", queue=delivery.reply_to, request_id=reply.request_id)
+
+
+def refusal_reply(delivery: Delivery, error: str) -> Reply:
+    """The reply to a message that could not be read: only its correlation id names it."""
+    return Reply(
+        request_id=delivery.correlation_id[:64],
+        finish_reason=FinishReason.ERROR,
+        text="",
+        token_ids=(),
+        num_prompt_tokens=0,
+        error=error,
+    )
