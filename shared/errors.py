@@ -7,7 +7,8 @@
     │   ├── RequestError       a request that cannot be served; the message names field and value
     │   ├── ModelError         a model file or manifest that cannot be used
     │   │   └── ShardError     a shard in the store that is missing or not what the manifest says
-    │   └── KernelError        the kernel refuses its input (malformed chunk, sizes that disagree)
+    │   ├── KernelError        the kernel refuses its input (malformed chunk, sizes that disagree)
+    │   └── StoreDamaged       a key in the store holds what cellpipe did not write there
     └── TransientError         worth another try, with back-off
         ├── BrokerUnavailable  no connection to the broker within the time allowed
         ├── PublishRefused     the broker refused a message: its queue is full
@@ -60,6 +61,10 @@ class ShardError(ModelError):
 
 class KernelError(PermanentError):
     """The kernel refuses its input, or its output is not finite."""
+
+
+class StoreDamaged(PermanentError):
+    """A key in the store holds something else than cellpipe wrote there."""
 
 
 class TransientError(CellpipeError):

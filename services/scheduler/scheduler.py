@@ -24,6 +24,7 @@ from shared.errors import (
     PermanentError,
     PublishRefused,
     RequestError,
+    StoreDamaged,
     TransientError,
 )
 from shared.messages import FinishReason, Reply, Request
@@ -121,8 +122,13 @@ class Scheduler:
             if held is not None:
                 held.add(delivery)
                 return
+        except PermanentError as error:
+            self._refuse_unreadable(delivery, str(error))
+            return
+        try:
             record = self._ledger.get(request.request_id)
         except PermanentError as error:
+            self._bury(request, str(error))
             self._refuse_unreadable(delivery, str(error))
             return
         if record is None:
@@ -193,22 +199,28 @@ class Scheduler:
         for request_id, held in list(self._held.items()):
             state = states.get(request_id)
             if state is None:
-                self._end_lost(held.deliveries[0])
+                self._bury(_request_of(held), "the store has lost the record of this request")
             elif state.finish_reason is not None and held.retry_at_s <= now_s:
-                self._answer(request_id, held, now_s)
+                try:
+                    self._answer(request_id, held, now_s)
+                except PermanentError as error:  # what the store holds of it cannot be read
+                    self._bury(_request_of(held), str(error))
 
-    def _end_lost(self, delivery: Delivery) -> None:
-        """End a request whose record the store has lost, as it does one that was never admitted.
+    def _bury(self, request: Request, reason: str) -> None:
+        """End a request whose record the store has lost or garbled; the next poll answers it.
 
         Its message would start it again, but not from where its readers are.
         """
-        request = codec.decode(delivery.body, delivery.content_type)
-        assert isinstance(request, Request), "only requests are held"
-        error = "the store has lost the record of this request; send it again under a new id"
-        self._ledger.refuse(
+        error = f"{reason}; send it again under a new id"
+        self._ledger.bury(
             refusal_of(request, self._model.layout, error, created_unix_ms=_unix_ms())
         )
-        log.error("record_lost", request_id=request.request_id)
+        if self._kv_pages is not None:
+            num_positions = self._model.config.max_position_embeddings
+            self._kv_pages.delete(
+                request.request_id, self._model.layout.num_groups, num_positions
+            )
+        log.error("request_buried", request_id=request.request_id, reason=reason)
 
     def _end_overdue(self) -> None:
         now_unix_ms = _unix_ms()
@@ -279,6 +291,11 @@ class Scheduler:
 
     def _reply(self, record: LedgerRecord) -> Reply:
         token_ids = self._ledger.tokens(record.request_id)
+        if len(token_ids) != record.num_generated:
+            raise StoreDamaged(
+                f"the store holds {len(token_ids)} of the {record.num_generated} tokens of "
+                f"request {record.request_id}"
+            )
         return Reply(
             request_id=record.request_id,
             finish_reason=record.finish_reason or FinishReason.ERROR,
@@ -290,6 +307,13 @@ class Scheduler:
 
     def _send_reply(self, delivery: Delivery, reply: Reply) -> None:
         send_reply(self._broker, delivery, reply, timeout_s=self._limits.confirm_timeout_s)
+
+
+def _request_of(held: Held) -> Request:
+    delivery = held.deliveries[0]
+    request = codec.decode(delivery.body, delivery.content_type)
+    assert isinstance(request, Request), "only requests are held"
+    return request
 
 
 def _with_remedy(error: CellpipeError) -> str:

@@ -16,6 +16,7 @@ from services.worker.verdict import finish_reason
 from shared.messages import Step
 from shared.model.layer_group import LayerGroup
 from shared.model.sampling import sample
+from shared.errors import StoreDamaged
 from shared.store.ledger import Ledger
 from shared.store.ledger_types import AlreadyCommitted, Committed, Gap
 
@@ -72,7 +73,11 @@ def _commit(step: Step, logits: npt.NDArray[np.float32], ledger: Ledger) -> Outc
         position=position,
     )
     reason = finish_reason(step, token_id=token_id, position=position)
-    match ledger.commit(step.request_id, step.epoch, position, token_id, reason):
+    try:
+        result = ledger.commit(step.request_id, step.epoch, position, token_id, reason)
+    except StoreDamaged as error:  # of this request alone: its neighbours go on
+        return OutOfOrder(str(error))
+    match result:
         case Committed():
             pass
         case AlreadyCommitted(token_id=winner, finish=won):

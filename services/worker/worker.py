@@ -30,7 +30,7 @@ from services.worker.verdict import step_problem
 from shared import codec
 from shared.backoff import Backoff
 from shared.broker.base import Broker, Confirm, Outgoing
-from shared.errors import KernelError, KvMissing, TransientError
+from shared.errors import KernelError, KvMissing, StoreDamaged, TransientError
 from shared.messages import FinishReason, Step
 from shared.model.config import ModelConfig
 from shared.model.kv_cache import SequenceCache
@@ -178,7 +178,7 @@ class Worker:
                 if now_s - item.parked_since_s > self._limits.park_limit_s:
                     self._fail(item, str(error))
                 continue
-            except KernelError as error:
+            except (KernelError, StoreDamaged) as error:
                 self._fail(item, f"KV rows in the store are damaged: {error}", dead=True)
                 continue
             item.parked_since_s = None
@@ -263,7 +263,10 @@ class Worker:
     def _fail(self, item: Pending, reason: str, *, dead: bool = False) -> None:
         """End the request with a named error; `dead` keeps its message for inspection."""
         step = item.step
-        ended_now = self._ledger.finish(step.request_id, FinishReason.ERROR, reason)
+        try:
+            ended_now = self._ledger.finish(step.request_id, FinishReason.ERROR, reason)
+        except StoreDamaged:  # its record is not one any more; the scheduler buries it
+            ended_now = False
         log.log(
             logging.ERROR if ended_now else logging.DEBUG,
             "request_failed" if ended_now else "late_step_dropped",

@@ -7,6 +7,7 @@ repeated. No exception of redis-py leaves the package:
 
     no connection, no reply in time              StoreUnavailable, naming host and port
     OOM, MISCONF, READONLY, LOADING, any refusal StoreUnavailable, naming the reason
+    WRONGTYPE, a script that a value breaks      StoreDamaged: another try would fail again
     wrong password, no permission, malformed URL ConfigError
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 import redis
@@ -36,7 +37,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from shared.errors import ConfigError, StoreUnavailable
+from shared.errors import CellpipeError, ConfigError, StoreDamaged, StoreUnavailable
 from shared.store.embedded import embedded_client
 from shared.store.scripts import Script
 
@@ -53,6 +54,9 @@ _REASONS_BY_CODE = {
     "MISCONF": "it cannot save to its disk (MISCONF)",
     "BUSY": "it is busy with a long script (BUSY)",
 }
+
+# A value of another type than its command is for, or one that our script cannot compute with.
+_DAMAGE_MARKS = ("WRONGTYPE", "user_script:", "Error running script", "ID specified in XADD")
 
 Argument = str | bytes | memoryview | int
 Command = Sequence[Argument]
@@ -99,11 +103,15 @@ class Connection:
                     return self._execute(*command.command())
             return self._execute(*command)
 
-    def run_all(self, commands: Sequence[Command | Call], *, keep_full: bool = False) -> list[Any]:
+    def run_all(
+        self,
+        commands: Sequence[Command | Call],
+        *,
+        keep: tuple[type[CellpipeError], ...] = (),
+    ) -> list[Any]:
         """The replies to commands sent in one round trip. They are not one transaction.
 
-        Raises the first error; with `keep_full` a refusal for want of memory is returned in place
-        of its reply as `StoreFull`.
+        Raises the first error, but returns those of the classes `keep` in place of their replies.
         """
         if not commands:
             return []
@@ -115,10 +123,10 @@ class Connection:
             for number, reply in enumerate(replies):
                 if not isinstance(reply, Exception):
                     continue
-                if keep_full and isinstance(reply, OutOfMemoryError):
-                    replies[number] = StoreFull(f"Redis at {self.name}: {_OOM}")
-                else:
+                error = self._meaning(reply) if isinstance(reply, RedisError) else reply
+                if not isinstance(error, keep):
                     raise reply
+                replies[number] = error
             return replies
 
     def ping(self) -> None:
@@ -144,35 +152,37 @@ class Connection:
         try:
             yield
         except RedisError as error:
-            self._raise(error)
+            raise self._meaning(error) from error
 
-    def _raise(self, error: RedisError) -> NoReturn:
+    def _meaning(self, error: RedisError) -> CellpipeError:
         if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
-            raise ConfigError(
+            return ConfigError(
                 f"Redis at {self.name} refuses us: {error}",
                 remedy="check user and password in the Redis URL",
-            ) from error
+            )
         if isinstance(error, OutOfMemoryError):
-            raise StoreFull(
+            return StoreFull(
                 f"Redis at {self.name}: {_OOM}",
                 remedy="raise its maxmemory, or admit fewer requests",
-            ) from error
+            )
         if isinstance(error, RedisTimeoutError):
-            raise StoreUnavailable(
+            return StoreUnavailable(
                 f"no answer from Redis at {self.name} within {self.timeout_s:g} s"
-            ) from error
+            )
         text = str(error)
         reason = _REASONS_BY_CLASS.get(type(error)) or _REASONS_BY_CODE.get(text.split(" ")[0])
         if reason is not None:
-            raise StoreUnavailable(f"Redis at {self.name}: {reason}") from error
+            return StoreUnavailable(f"Redis at {self.name}: {reason}")
         if isinstance(error, ResponseError):
-            raise StoreUnavailable(f"Redis at {self.name} refuses: {text:.300}") from error
+            if any(mark in text for mark in _DAMAGE_MARKS):
+                return StoreDamaged(f"Redis at {self.name} holds a damaged value: {text:.300}")
+            return StoreUnavailable(f"Redis at {self.name} refuses: {text:.300}")
         if isinstance(error, RedisConnectionError):
-            raise StoreUnavailable(
+            return StoreUnavailable(
                 f"no connection to Redis at {self.name}: {text:.300}",
                 remedy="check that the server runs and that the Redis URL is right",
-            ) from error
-        raise StoreUnavailable(f"Redis at {self.name}: {text:.300}") from error
+            )
+        return StoreUnavailable(f"Redis at {self.name}: {text:.300}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,22 @@
 -- pages. ARGV: bytes of a page, offset of the rows in the first page, ms to live, '1' if the page
 -- before is given, rows.
 local page_bytes, offset, rows = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[5]
+local lengths = {}
+for i = 1, #KEYS do
+  lengths[i] = redis.pcall('STRLEN', KEYS[i])
+  if type(lengths[i]) == 'table' then
+    -- Of another type: it holds no rows, and goes, so that they can be written again.
+    redis.call('DEL', KEYS[i])
+    lengths[i] = 0
+  end
+end
 local first = 1
 if ARGV[4] == '1' then
-  if redis.call('STRLEN', KEYS[1]) < page_bytes then
+  if lengths[1] < page_bytes then
     return 0
   end
   first = 2
-elseif offset > 0 and redis.call('STRLEN', KEYS[1]) < offset then
+elseif lengths[1] < offset then
   return 0
 end
 if first == #KEYS then

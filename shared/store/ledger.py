@@ -2,6 +2,7 @@
 
 Owns the rule that a position is committed once, by whoever comes first, and that a request ends
 with exactly one final event. Everything may be repeated: a second call finds what the first did.
+A record that cannot be read is `StoreDamaged`: its request can only be buried.
 Knows no queue and no model.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.errors import CellpipeError, DecodeError, RequestError
+from shared.errors import CellpipeError, DecodeError, RequestError, StoreDamaged
 from shared.messages import FinishReason, SamplingParams
 from shared.store import keys
 from shared.store.connection import Argument, Call, Connection
@@ -86,8 +87,22 @@ class Ledger:
             )
         )
 
+    def bury(self, record: LedgerRecord) -> None:
+        """End a request whose record or events were lost or damaged, with `record.error`.
+
+        Whatever is left of them is replaced. The final event comes after every position, so that
+        a reader who has seen tokens sees it too.
+        """
+        self._meta.run(
+            Call(
+                load_script("ledger_bury"),
+                (keys.ledger(record.request_id), keys.events(record.request_id)),
+                (record.error[:_MAX_ERROR_CHARS], self._finished_ttl_ms, *_flat_fields(record)),
+            )
+        )
+
     def get(self, request_id: str) -> LedgerRecord | None:
-        """The record, or None. Raises `DecodeError` for one that another version wrote."""
+        """The record, or None. Raises `DecodeError` for one that cannot be read."""
         flat = self._meta.run(("HGETALL", keys.ledger(request_id)))
         if not flat:
             return None
@@ -103,7 +118,7 @@ class Ledger:
     ) -> CommitResult:
         """Commit the token of a position, and the end of the request with it when `finish` says so.
 
-        The token's event and the final event are stored by the same script.
+        The token's event and the final event are stored by the same script. Raises `StoreDamaged`.
         """
         reply = self._meta.run(
             Call(
@@ -124,6 +139,8 @@ class Ledger:
                 return Committed()
             case [b"already", won, reason]:
                 return AlreadyCommitted(int(won), _reason(reason))
+            case [b"damaged"]:
+                raise StoreDamaged(f"the events of request {request_id} were lost")
             case [b"stale"]:
                 return Stale()
             case [b"gap", committed]:
@@ -131,7 +148,7 @@ class Ledger:
             case [b"fenced", current]:
                 return Fenced(int(current))
             case [b"finished", reason]:
-                return Finished(FinishReason(reason.decode()))
+                return Finished(_reason(reason) or FinishReason.ERROR)
             case [b"unknown"]:
                 return Unknown()
             case _:
@@ -181,17 +198,25 @@ class Ledger:
         return [_event(entry) for entry in reply[0][1]] if reply else []
 
     def states(self, request_ids: Iterable[str]) -> dict[str, RequestState]:
-        """The states of those requests that are known, in one round trip."""
+        """The states of those requests that are known, in one round trip.
+
+        One whose record is damaged has ended with an error: it cannot go on.
+        """
         ids = list(request_ids)
-        replies = self._meta.run_all([("HMGET", keys.ledger(i), *_STATE_FIELDS) for i in ids])
+        replies = self._meta.run_all(
+            [("HMGET", keys.ledger(i), *_STATE_FIELDS) for i in ids], keep=(StoreDamaged,)
+        )
         return {
-            request_id: RequestState(int(epoch), int(committed), _reason(reason), _text(error))
-            for request_id, (epoch, committed, reason, error) in zip(ids, replies, strict=True)
-            if epoch is not None
+            request_id: _state(request_id, reply)
+            for request_id, reply in zip(ids, replies, strict=True)
+            if reply != [None] * len(_STATE_FIELDS)
         }
 
     def tokens(self, request_id: str) -> list[int]:
-        """The token ids generated so far; empty for a request that is not known."""
+        """The token ids generated so far; empty for a request that is not known.
+
+        Raises `DecodeError` for events that cannot be read.
+        """
         entries = self._meta.run(("XRANGE", keys.events(request_id), "-", "+"))
         return [e.token_id for e in map(_event, entries) if isinstance(e, TokenEvent)]
 
@@ -216,18 +241,32 @@ def _flat_fields(record: LedgerRecord) -> list[Argument]:
     return [part for field in fields.items() for part in field]
 
 
+def _state(request_id: str, reply: Sequence[bytes | None] | StoreDamaged) -> RequestState:
+    try:
+        if isinstance(reply, StoreDamaged):
+            raise reply
+        epoch, committed, reason, error = (part or b"" for part in reply)
+        return RequestState(int(epoch), int(committed), _reason(reason), _text(error))
+    except (ValueError, StoreDamaged) as error:
+        text = f"the ledger of request {request_id} cannot be read: {error}"
+        return RequestState(0, -1, FinishReason.ERROR, text)
+
+
 def _event(entry: Sequence[Any]) -> Event:
     event_id, flat = entry[0].decode(), entry[1]
-    fields = _pairs(flat)
-    if "t" in fields:
-        return TokenEvent(event_id, int(event_id.partition("-")[0]), int(fields["t"]))
-    return FinalEvent(
-        event_id,
-        FinishReason(_text(fields["reason"])),
-        _text(fields["error"]),
-        int(fields["num_prompt"]),
-        int(fields["num_generated"]),
-    )
+    try:
+        fields = _pairs(flat)
+        if "t" in fields:
+            return TokenEvent(event_id, int(event_id.partition("-")[0]), int(fields["t"]))
+        return FinalEvent(
+            event_id,
+            FinishReason(_text(fields["reason"])),
+            _text(fields["error"]),
+            int(fields["num_prompt"]),
+            int(fields["num_generated"]),
+        )
+    except (KeyError, ValueError) as error:
+        raise DecodeError(f"event {event_id} of a request cannot be read: {error}") from error
 
 
 def _read_record(request_id: str, fields: Mapping[str, bytes]) -> LedgerRecord:
@@ -264,7 +303,10 @@ def _unpack_tokens(packed: bytes) -> tuple[int, ...]:
 
 
 def _reason(raw: bytes) -> FinishReason | None:
-    return FinishReason(raw.decode()) if raw else None
+    try:
+        return FinishReason(raw.decode()) if raw else None
+    except ValueError as error:
+        raise StoreDamaged(f"a ledger holds the finish reason {raw!r:.40}") from error
 
 
 def _text(raw: bytes) -> str:

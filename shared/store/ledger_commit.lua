@@ -12,6 +12,9 @@ local committed, num_prompt, position = tonumber(row[2]), tonumber(row[4]), tonu
 local event_id = ARGV[2] .. '-0'
 if position == committed and position >= num_prompt then
   local won = redis.call('XRANGE', KEYS[2], event_id, event_id)
+  if #won == 0 then
+    return {'damaged'}
+  end
   return {'already', won[1][2][2], row[3]}
 end
 if position <= committed then

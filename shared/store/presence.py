@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from shared.errors import ConfigError
 from shared.store import keys
-from shared.store.connection import Call, Command, Connection
+from shared.store.connection import Call, Command, Connection, StoreFull
 from shared.store.presence_types import SchedulerInfo, WorkerInfo
 from shared.store.scripts import load_script
 from shared.topology import Layout
@@ -66,7 +66,7 @@ class Presence:
                 # XX: never brings back a key that has expired, which then would never expire.
                 ("SET", key, info.to_json(), "XX", "KEEPTTL"),
             ],
-            keep_full=True,
+            keep=(StoreFull,),
         )
         return bool(replies[0])
 
@@ -110,7 +110,7 @@ class Presence:
             ("SET", key, info.to_json(), "PX", self.ttl_ms),
             ("SADD", keys.SCHEDULERS, info.scheduler_id),
         ]
-        refreshed, *written = self._meta.run_all(commands, keep_full=True)
+        refreshed, *written = self._meta.run_all(commands, keep=(StoreFull,))
         if not refreshed:
             for reply in written:
                 if isinstance(reply, Exception):
