@@ -71,6 +71,11 @@ class Producer:
                 )
 
     def cancel(self, request_id: str) -> None:
-        """End a request from outside. Raises `RequestError` if it is unknown or has ended."""
-        if not self._ledger.finish(request_id, FinishReason.ABORT):
-            raise RequestError(f"request {request_id} is unknown or has ended")
+        """End a request from outside; nothing happens if it has ended.
+
+        Raises `RequestError` if no scheduler has admitted it (yet).
+        """
+        if not self._ledger.finish(request_id, FinishReason.ABORT) and not self._ledger.states(
+            [request_id]
+        ):
+            raise RequestError(f"request {request_id} is not known")

@@ -6,17 +6,17 @@ import json
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.cli.app import app
-from services.cli.session import Session, open_session
 from services.cli.settings import DEFAULT_MODEL, load_config
-from shared.errors import PermanentError
+from services.cli.tree import EXIT_INTERRUPTED, app
+from shared.errors import PermanentError, RequestError
 from shared.messages import ChatMessage, FinishReason, Request, SamplingParams
-from shared.producer import new_request_id
-from shared.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from services.cli.session import Session
 
 Model = Annotated[
     str,
@@ -92,6 +92,9 @@ def run(
 
     Example: cellpipe run "Why is the sky blue?" --temperature 0.8 --seed 1
     """
+    from services.cli.session import open_session
+    from shared.producer import new_request_id
+
     config = load_config(log_level="warning")
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(
@@ -121,6 +124,8 @@ def run(
         typer.echo(json.dumps(record, ensure_ascii=False))
     else:
         typer.echo(f"\n{answer.closing_line()}", err=True)
+    if answer.finish_reason is FinishReason.ABORT:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @app.command()
@@ -140,6 +145,9 @@ def chat(
 
     Example: cellpipe chat --system "You answer in one sentence."
     """
+    from services.cli.session import open_session
+    from shared.producer import new_request_id
+
     config = load_config(log_level="warning")
     sampling = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
@@ -166,30 +174,43 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
     Ctrl-C cancels the request and returns what there is. Raises `PermanentError` with the
     request's own error when it fails.
     """
+    from shared.store.ledger import START
     from shared.store.ledger_types import FinalEvent, TokenEvent
 
     answer = Answer()
     detokenizer = Detokenizer(session.tokenizer)
     started_s = time.perf_counter()
     session.producer.submit(request)
-    try:
-        for event in session.producer.events(request.request_id, on_silence=session.check):
-            answer.total_s = time.perf_counter() - started_s
-            if isinstance(event, TokenEvent):
-                if not answer.token_ids:
-                    answer.first_token_s = answer.total_s
-                answer.token_ids.append(event.token_id)
-                _say(answer, detokenizer.feed([event.token_id]), echo=echo)
-            elif isinstance(event, FinalEvent):
-                _say(answer, detokenizer.finish(), echo=echo)
-                answer.finish_reason = event.finish_reason
-                answer.num_prompt_tokens = event.num_prompt_tokens
-                if event.finish_reason is FinishReason.ERROR:
-                    raise PermanentError(event.error)
-    except KeyboardInterrupt:
-        session.producer.cancel(request.request_id)
-        answer.finish_reason = FinishReason.ABORT
+    after = START
+    while answer.finish_reason is None:
+        try:
+            for event in session.producer.events(
+                request.request_id, after=after, on_silence=session.check
+            ):
+                after = event.event_id
+                answer.total_s = time.perf_counter() - started_s
+                if isinstance(event, TokenEvent):
+                    if not answer.token_ids:
+                        answer.first_token_s = answer.total_s
+                    answer.token_ids.append(event.token_id)
+                    _say(answer, detokenizer.feed([event.token_id]), echo=echo)
+                elif isinstance(event, FinalEvent):
+                    _say(answer, detokenizer.finish(), echo=echo)
+                    answer.finish_reason = event.finish_reason
+                    answer.num_prompt_tokens = event.num_prompt_tokens
+                    if event.finish_reason is FinishReason.ERROR:
+                        raise PermanentError(event.error)
+        except KeyboardInterrupt:
+            _cancel(session, request.request_id)  # its final event ends the loop
     return answer
+
+
+def _cancel(session: Session, request_id: str) -> None:
+    try:
+        session.producer.cancel(request_id)
+    except RequestError:
+        # Nobody has admitted it: there will be no final event to wait for.
+        raise KeyboardInterrupt from None
 
 
 def _say(answer: Answer, text: str, *, echo: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,10 +11,14 @@ from services.cli.progress import StageBar
 from services.cli.settings import DEFAULT_MODEL, with_cluster_urls
 from shared.broker.base import Broker
 from shared.config import Config
+from shared.errors import TransientError
 from shared.kernel.weights import KernelBackend
 from shared.producer import Producer
 from shared.store.connection import Stores, connect
+from shared.store.presence import Presence
 from shared.text.tokenizer import Tokenizer
+
+NO_SCHEDULER_GRACE_S = 8.0  # more than a scheduler's presence lives without a heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,30 @@ def _cluster_session(config: Config, model: str) -> Iterator[Session]:
         served = read_served_model(ShardStore(stores.weights), loaded)
         broker.declare(control_queues())
         producer = Producer(broker, Ledger(stores.meta))
-        yield Session(producer, served.tokenizer, served.layout.model_id, lambda: None)
+        watch = _SchedulerWatch(Presence(stores.meta))
+        yield Session(producer, served.tokenizer, served.layout.model_id, watch.check)
+
+
+class _SchedulerWatch:
+    """Notices that nobody will take a request; asked about once a second of silence."""
+
+    def __init__(self, presence: Presence) -> None:
+        self._presence = presence
+        self._missing_since_s: float | None = None
+
+    def check(self) -> None:
+        """Raise `TransientError` when no scheduler has lived for a while."""
+        if self._presence.schedulers():
+            self._missing_since_s = None
+            return
+        now_s = time.monotonic()
+        if self._missing_since_s is None:
+            self._missing_since_s = now_s
+        if now_s - self._missing_since_s >= NO_SCHEDULER_GRACE_S:
+            raise TransientError(
+                "no scheduler runs; the request stays in the queue until one does",
+                remedy="start one: cellpipe scheduler",
+            )
 
 
 @contextmanager

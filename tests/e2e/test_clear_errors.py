@@ -162,6 +162,17 @@ class TestWithServers:
         assert "cellpipe worker --group 1" in result.stderr
         assert any("layer group 1" in problem for problem in status["problems"])
 
+    def test_a_cluster_without_a_scheduler_is_said_to_lack_one(
+        self, amqp_url: str, fresh_redis_url: str, tiny_gguf: Path, tmp_path: Path
+    ) -> None:
+        with ProcessCluster(amqp_url, fresh_redis_url, tmp_path) as cluster:
+            _load(cluster, tiny_gguf, tmp_path)
+
+            result = cluster.run("run", "--cluster", "--raw", "hello", "--timeout", "1")
+
+        assert result.returncode == 3
+        assert "cellpipe scheduler" in result.stderr
+
     def test_garbage_is_dead_lettered_and_the_next_request_is_answered(
         self, amqp_url: str, fresh_redis_url: str, tiny_gguf: Path, tmp_path: Path
     ) -> None:

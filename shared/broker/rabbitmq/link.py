@@ -72,7 +72,7 @@ class Connection(pika.SelectConnection):  # type: ignore[misc]
     """pika's connection with large reads, one write per message, and a bug less.
 
     It reaches into pika's transport, which offers no setting for this: `_transport` and the
-    transport's `_MAX_RECV_BYTES` and `_MAX_CONSUME_BYTES` exist in 1.2 to 1.4, and a version
+    transport's `_MAX_RECV_BYTES` and `_MAX_CONSUME_BYTES` exist in pika 1.4.4, and a version
     without them is merely slower.
     """
 
@@ -92,7 +92,7 @@ class Connection(pika.SelectConnection):  # type: ignore[misc]
         self._adapter_emit_data(b"".join(marshaled_frames))
 
     def _on_connection_workflow_done(self, conn_or_exc: Any) -> None:
-        # pika (1.2 to 1.4.4) reports a close during the handshake with the class of its exception
+        # pika 1.4.4 reports a close during the handshake with the class of its exception
         # instead of an instance, and then fails its own assertion.
         is_class = isinstance(conn_or_exc, type)
         super()._on_connection_workflow_done(conn_or_exc() if is_class else conn_or_exc)
