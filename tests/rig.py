@@ -98,9 +98,18 @@ def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
 
 
 class Rig:
-    """Queues, stores and a layout of `num_groups`; workers and schedulers are added by tests."""
+    """Queues, stores and a layout of `num_groups`; workers and schedulers are added by tests.
 
-    def __init__(self, num_groups: int = 2, *, limits: WorkerLimits = WorkerLimits()) -> None:
+    `embedded`: rows stay in their worker, as in the pipeline of one process.
+    """
+
+    def __init__(
+        self,
+        num_groups: int = 2,
+        *,
+        limits: WorkerLimits = WorkerLimits(),
+        embedded: bool = False,
+    ) -> None:
         model = rig_model()
         self.config = model.config
         self.layout = even_layout(
@@ -116,6 +125,7 @@ class Rig:
         self.front = self.new_broker()
         self.front.declare([*control_queues(), *group_queues(self.layout)])
         self.limits = limits
+        self._shared_pages = None if embedded else self.kv_pages
         self.num_crashes = 0
         self.coverage = [1] * num_groups
         self._actors: dict[Any, Broker] = {}
@@ -147,7 +157,7 @@ class Rig:
             | (layer_groups or {}),
             broker=broker,
             ledger=ledger or self.ledger,
-            kv_pages=kv_pages or self.kv_pages,
+            kv_pages=kv_pages or self._shared_pages,
             limits=limits or self.limits,
             clock=self.clock,
             sleep=self.clock.sleep,
@@ -179,7 +189,7 @@ class Rig:
             ),
             broker=broker,
             ledger=ledger or self.ledger,
-            kv_pages=kv_pages or self.kv_pages,
+            kv_pages=kv_pages or self._shared_pages,
             coverage=lambda: self.coverage,
             draw_seed=draw_seed,
             limits=limits,

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from services.cli.app import EXIT_UNAVAILABLE, app
 from services.cli.settings import load_config, with_cluster_urls
+from services.cli.tree import EXIT_UNAVAILABLE, app
 from shared.config import parse_size
 
 ModelOption = Annotated[

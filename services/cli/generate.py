@@ -6,17 +6,17 @@ import json
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.cli.app import EXIT_INTERRUPTED, app
-from services.cli.session import Session, open_session
 from services.cli.settings import DEFAULT_MODEL, load_config
+from services.cli.tree import EXIT_INTERRUPTED, app
 from shared.errors import PermanentError, RequestError
 from shared.messages import ChatMessage, FinishReason, Request, SamplingParams
-from shared.producer import new_request_id
-from shared.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from services.cli.session import Session
 
 Model = Annotated[
     str,
@@ -92,6 +92,9 @@ def run(
 
     Example: cellpipe run "Why is the sky blue?" --temperature 0.8 --seed 1
     """
+    from services.cli.session import open_session
+    from shared.producer import new_request_id
+
     config = load_config(log_level="warning")
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(
@@ -142,6 +145,9 @@ def chat(
 
     Example: cellpipe chat --system "You answer in one sentence."
     """
+    from services.cli.session import open_session
+    from shared.producer import new_request_id
+
     config = load_config(log_level="warning")
     sampling = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens

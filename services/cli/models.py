@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.cli.app import app
 from services.cli.progress import StageBar
 from services.cli.settings import DEFAULT_MODEL, load_config
+from services.cli.tree import app
 from shared.config import Config, parse_size
 
 if TYPE_CHECKING:

@@ -31,6 +31,13 @@ class Pending:
     def remaining(self) -> int:
         return self.step.num_positions - self.done
 
+    def park(self, *, now_s: float, retry_s: float) -> float:
+        """Look again in `retry_s`. Returns the seconds that it waits already."""
+        if self.parked_since_s is None:
+            self.parked_since_s = now_s
+        self.retry_at_s = now_s + retry_s
+        return now_s - self.parked_since_s
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -39,6 +46,14 @@ class Slice:
     pending: Pending
     start: int
     num_rows: int
+
+    @property
+    def request_id(self) -> str:
+        return self.pending.step.request_id
+
+    @property
+    def group(self) -> int:
+        return self.pending.step.group
 
     @property
     def position(self) -> int:

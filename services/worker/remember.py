@@ -24,9 +24,9 @@ def write_rows(
     refused = [piece for piece, problem in zip(slices, problems, strict=True) if problem]
     if not refused:
         return
-    states = ledger.states([piece.pending.step.request_id for piece in refused])
+    states = ledger.states([piece.request_id for piece in refused])
     running = {name for name, state in states.items() if state.finish_reason is None}
-    lost = [piece for piece in refused if piece.pending.step.request_id in running]
+    lost = [piece for piece in refused if piece.request_id in running]
     for problem in kv_pages.write_all([_rows(piece, cache_of, 0) for piece in lost]):
         if problem is not None:
             raise problem
@@ -34,6 +34,5 @@ def write_rows(
 
 def _rows(piece: Slice, cache_of: CacheOf, start: int) -> KvRows:
     """Rows from position `start` to the end of the slice, as the store takes them."""
-    step = piece.pending.step
     rows = cache_of(piece).export_rows(start, piece.position + piece.num_rows)
-    return KvRows(step.request_id, step.group, start, rows)
+    return KvRows(piece.request_id, piece.group, start, rows)

@@ -6,14 +6,19 @@ them. A cache that is behind is topped up from the store; one that is dropped is
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from shared.errors import KvMissing
 from shared.model.kv_cache import SequenceCache
 from shared.store.kv_pages import KvPages
 
 Key = tuple[int, str]  # (group, request_id)
+# Only the last group sees a request end; what the others hold of it goes after this time. A step
+# that waits as long behind others is not seen in practice, and its request would end by name.
+EMBEDDED_IDLE_S = 600.0
 
 
 @dataclass(slots=True)
@@ -42,7 +47,7 @@ class SequencePool:
     """An LRU of sequence states under a byte budget.
 
     `kv_pages` None means that nothing outside this process holds the rows (embedded mode): then a
-    state lives until `drop`, whatever the budget.
+    state lives until `drop` or until it was idle for `EMBEDDED_IDLE_S`, whatever the budget.
     """
 
     def __init__(
@@ -75,13 +80,16 @@ class SequencePool:
     def top_up(self, group: int, request_id: str, position: int, *, now_s: float) -> SequenceState:
         """The state with at least rows 0..position-1 in its cache.
 
-        Reads only the missing ones. Raises `KvMissing` when the store does not hold them (yet).
+        Reads only the missing ones. Raises `KvMissing` when the store does not hold them (yet) or
+        there is none, `KernelError` when it holds what no cache ever wrote.
         """
         state = self.get(group, request_id, now_s=now_s)
         have = state.cache.num_positions
         if have < position:
             if self._kv_pages is None:
-                raise AssertionError(f"rows {have}..{position} of {request_id} are nowhere")
+                raise KvMissing(
+                    f"KV rows {have}..{position - 1} of {request_id} are gone in group {group}"
+                )
             rows = self._kv_pages.read(request_id, group, have, position)
             state.cache.import_rows(have, rows)
         return state
@@ -92,12 +100,13 @@ class SequencePool:
 
     def trim(self, *, now_s: float) -> None:
         """Evict idle states, then the least recently used ones until the budget holds."""
-        if self._kv_pages is None:
-            return
+        embedded = self._kv_pages is None
+        max_bytes = math.inf if embedded else self._max_bytes
+        idle_s = EMBEDDED_IDLE_S if embedded else self._idle_s
         total = self.num_bytes
         for key in list(self._states):
             state = self._states[key]
-            if total <= self._max_bytes and now_s - state.last_used_s < self._idle_s:
+            if total <= max_bytes and now_s - state.last_used_s < idle_s:
                 break
             total -= state.cache.nbytes
             del self._states[key]

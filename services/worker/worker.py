@@ -112,8 +112,8 @@ class Worker:
         )
         if not slices:
             return 0
-        group = slices[0].pending.step.group
-        self._group_order.append(self._group_order.pop(self._group_order.index(group)))
+        self._group_order.remove(slices[0].group)
+        self._group_order.append(slices[0].group)
         try:
             settled = self._run(slices)
         except TransientError as error:
@@ -138,7 +138,7 @@ class Worker:
         if not slices:
             return 0
         started_s = self._clock()
-        group = slices[0].pending.step.group
+        group = slices[0].group
         try:
             hidden = forward_batch(self._layer_groups[group], slices, self._cache)  # (R, D)
             settled = self._pass_on(group, slices, hidden)
@@ -168,14 +168,12 @@ class Worker:
                 self._fail(item, "the request's deadline has passed")
                 continue
             try:
-                self._pool.top_up(item.step.group, _id(piece), piece.position, now_s=now_s)
+                self._pool.top_up(piece.group, piece.request_id, piece.position, now_s=now_s)
             except KvMissing as error:
                 # A step can overtake its predecessor, which another worker of the group still
                 # computes: its rows come within one step's time or not at all.
-                if item.parked_since_s is None:
-                    item.parked_since_s = now_s
-                item.retry_at_s = now_s + self._limits.park_retry_s
-                if now_s - item.parked_since_s > self._limits.park_limit_s:
+                waited_s = item.park(now_s=now_s, retry_s=self._limits.park_retry_s)
+                if waited_s > self._limits.park_limit_s:
                     self._fail(item, str(error))
                 continue
             except (KernelError, StoreDamaged) as error:
@@ -190,7 +188,7 @@ class Worker:
         if len(slices) > 1:
             return sum(self._run([piece]) for piece in slices)
         item = slices[0].pending
-        self._fail(item, f"layer group {item.step.group} cannot compute it: {error}", dead=True)
+        self._fail(item, f"layer group {slices[0].group} cannot compute it: {error}", dead=True)
         return 1
 
     def _pass_on(self, group: int, slices: Sequence[Slice], hidden: FloatRows) -> int:
@@ -295,15 +293,10 @@ class Worker:
         return self._layer_groups[group].new_cache()
 
     def _cache(self, piece: Slice) -> SequenceCache:
-        group = piece.pending.step.group
-        return self._pool.get(group, _id(piece), now_s=self._clock()).cache
+        return self._pool.get(piece.group, piece.request_id, now_s=self._clock()).cache
 
     def _queue(self, group: int) -> str:
         return group_queue(self._layout.model_id, self._layout.layout_id, group)
-
-
-def _id(piece: Slice) -> str:
-    return piece.pending.step.request_id
 
 
 def _unix_ms() -> int:

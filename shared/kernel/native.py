@@ -138,15 +138,17 @@ class NativeGroup:
         _raise_for(code, self._fault)
 
 
-def matmul(matrix: PackedMatrix, x: Float32) -> Float32:
-    """(R, C) -> (R, rows) by the C kernel, with its own quantisation of x."""
+def matmul(matrix: PackedMatrix, x: Float32, terms: int = 1) -> Float32:
+    """(R, C) -> (R, rows) by the C kernel, with its own quantisation of x to 1 or 2 terms."""
     x = np.ascontiguousarray(x, np.float32)
     out = np.empty((len(x), matrix.rows), np.float32)
     c_matrix = _matrix_or_none(matrix)
     fault = ffi.new("cp_fault *")
     scratch = aligned_zeros(lib.cp_matmul_scratch(c_matrix, len(x)))
     pointer = ffi.from_buffer("uint8_t[]", scratch)
-    code = lib.cp_matmul(c_matrix, _floats(x), len(x), _floats(out), pointer, scratch.nbytes, fault)
+    code = lib.cp_matmul(
+        c_matrix, _floats(x), len(x), terms, _floats(out), pointer, scratch.nbytes, fault
+    )
     _raise_for(code, fault)
     return out
 

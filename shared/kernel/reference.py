@@ -26,6 +26,7 @@ LOG2E = F(1.44269504)
 LN2_HI = F(0.693359375)
 LN2_LO = F(-2.12194440e-4)
 EXP_MIN, EXP_MAX = F(-87.0), F(88.0)
+STEPS = {1: 127, 2: 127 * 254}  # the largest |q| of activations of one and of two int8 terms
 EXP_COEFFICIENTS = tuple(F(1) / F(k) for k in (720, 120, 24, 6, 2, 1, 1))  # 1/k!, innermost first
 
 
@@ -33,9 +34,9 @@ EXP_COEFFICIENTS = tuple(F(1) / F(k) for k in (720, 120, 24, 6, 2, 1, 1))  # 1/k
 class Activations:
     """Quantised rows, made once for all matrices that share an input."""
 
-    q: Float32  # (R, G, 32), whole numbers in -127..127
+    q: Float32  # (R, G, 32), whole numbers in -127..127 or -32258..32258
     d: Float32  # (R, G)
-    s: Float32  # (R, G), sums of q: whole numbers up to 4064
+    s: Float32  # (R, G), sums of q: whole numbers below 2^20
 
 
 def require_finite(x: Float32) -> None:
@@ -45,16 +46,20 @@ def require_finite(x: Float32) -> None:
         raise KernelError(f"a value is not finite in batch row {int(np.argmin(finite))}")
 
 
-def quantize_activations(x: Float32) -> Activations:
-    """Quantise (R, C) to int8 in groups of 32. Raises `KernelError` for a value not finite."""
+def quantize_activations(x: Float32, terms: int = 1) -> Activations:
+    """Quantise (R, C) in groups of 32 to whole numbers of 1 or 2 int8 terms.
+
+    Raises `KernelError` for a value not finite.
+    """
+    steps = STEPS[terms]
     require_finite(x)
     groups = x.reshape(len(x), num_groups(x.shape[1]), GROUP)
     amax = np.abs(groups).max(axis=2)  # (R, G)
     zero = amax < MIN_AMAX
     safe = np.where(zero, F(1), amax)
-    d = np.where(zero, F(0), safe / F(127))
-    q = np.rint(groups * (F(127) / safe)[:, :, None])
-    q = np.where(zero[:, :, None], F(0), np.minimum(np.maximum(q, F(-127)), F(127)))
+    d = np.where(zero, F(0), safe / F(steps))
+    q = np.rint(groups * (F(steps) / safe)[:, :, None])
+    q = np.where(zero[:, :, None], F(0), np.minimum(np.maximum(q, F(-steps)), F(steps)))
     return Activations(q, d, q.sum(axis=2, dtype=np.float32))  # whole numbers: any order is exact
 
 
@@ -66,8 +71,9 @@ def matmul(matrix: PackedMatrix, x: Activations) -> Float32:
     ds = x.d * x.s  # (R, G)
     with np.errstate(over="ignore", invalid="ignore"):
         for g in range(num_groups(matrix.cols)):
-            dot = x.q[:, g] @ w.q[g].astype(np.float32).T  # whole numbers below 2^24: exact
-            a += (w.scale[g] * x.d[:, g, None]) * dot
+            # Whole numbers below 2^27: exact in binary64, then rounded once to binary32.
+            dot = x.q[:, g].astype(np.float64) @ w.q[g].astype(np.float64).T
+            a += (w.scale[g] * x.d[:, g, None]) * dot.astype(np.float32)
             if w.min is not None:
                 b += w.min[g] * ds[:, g, None]
         return a if w.min is None else a + b

@@ -63,7 +63,7 @@ class ReferenceGroup:
         weights = self._weights
         assert weights.head is not None, "this group has no head"
         assert weights.final_norm is not None
-        x = quantize_activations(self._norm(hidden_rows, weights.final_norm))
+        x = quantize_activations(self._norm(hidden_rows, weights.final_norm), terms=2)
         out = matmul(weights.head, x)
         require_finite(out)
         return out
@@ -84,7 +84,7 @@ class ReferenceGroup:
         self, index: int, layer: LayerWeights, y: Float32, slices: Sequence[PagedSlice]
     ) -> Float32:
         shape = self._weights.shape
-        x = quantize_activations(y)
+        x = quantize_activations(y, terms=2)
         q, k, v = matmul(layer.q, x), matmul(layer.k, x), matmul(layer.v, x)
         for values in (q, k, v):
             require_finite(values)
@@ -111,4 +111,4 @@ class ReferenceGroup:
         x = quantize_activations(y)
         gate, up = matmul(layer.gate, x), matmul(layer.up, x)
         require_finite(gate)
-        return matmul(layer.down, quantize_activations(silu(gate) * up))
+        return matmul(layer.down, quantize_activations(silu(gate) * up, terms=2))

@@ -2,7 +2,7 @@
 
 The oracle shares nothing with the kernel: it takes the file's numbers, dequantised, attends to all
 positions at once, rotates by complex multiplication and rounds nothing. What is left between the
-two is what our arithmetic costs: int8 activations, fp16 KV, binary32 sums.
+two is what our arithmetic costs: quantised activations, fp16 KV, binary32 sums.
 
 T positions, D hidden_size, H heads, K kv heads, d head_dim, V vocab.
 """
@@ -31,27 +31,11 @@ from shared.model.config import ModelConfig
 from shared.model.layer_group import LayerGroup, SequenceSlice
 from shared.text.chat_template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
+from tests.model.quality_texts import ANSWER, FOREIGN, QUESTION
 
-NUM_POSITIONS = 64
+NUM_POSITIONS = 64  # of each text
 MAX_MEAN_KL = 0.01
-MIN_TOP1_ANSWER = 0.97
-# Where the model itself is unsure, rounding tips the balance: over 1,096 positions of prose, legal
-# text, code and a chat 96.5 % agree, the misses being near ties (median gap 0.08 nats). int8
-# activations alone, put into the oracle, give 96.4 %; 16 bits in their place give 100 %.
-MIN_TOP1_PROSE = 0.93
-QUESTION = "Explain how rain forms."
-ANSWER = (  # the model's own greedy answer
-    "Rain is formed when water from the atmosphere interacts with the Earth's surface. The process "
-    "begins with evaporation, where water from the Earth's oceans, lakes, and rivers heats up and "
-    "turns into water vapor. This process is driven by the sun's heat, which causes water "
-    "molecules to break down and release heat energy.\n\nAs the water vapor rises"
-)
-PROSE = (
-    "The lighthouse stood at the end of the harbour wall, and every evening the keeper climbed its "
-    "narrow stairs to light the lamp. In winter the waves broke over the rocks and the wind shook "
-    "the windows, but the light never went out. Sailors who came home after many months at sea "
-    "looked for it first, long before they could see the houses of the town."
-)
+MIN_TOP1 = 0.97
 
 Float64 = npt.NDArray[np.float64]
 
@@ -173,23 +157,27 @@ def compare(ours: Float64, oracle: Float64, next_ids: list[int]) -> Quality:
 def qualities(
     real_model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Quality]:
-    """Of the model's own answer to a question, and of prose it did not write."""
+    """Of the model's own answer to a question, and of texts of several kinds."""
     description = read_gguf(real_model_path)
     tokenizer = Tokenizer.from_vocabulary(description.vocabulary)
     template = ChatTemplate(description.chat_template or "")
     prompt = tokenizer.encode(template.render([ChatMessage("user", QUESTION)]), parse_special=True)
-    answer = tokenizer.encode(ANSWER, parse_special=False)[:NUM_POSITIONS]
-    prose = tokenizer.encode(PROSE, parse_special=False)[: NUM_POSITIONS + 1]
-    assert (len(answer), len(prose)) == (NUM_POSITIONS, NUM_POSITIONS + 1)
+    texts = {
+        "chat": prompt + tokenizer.encode(ANSWER, parse_special=False)[:NUM_POSITIONS],
+        **{
+            name: tokenizer.encode(text, parse_special=False)[: NUM_POSITIONS + 1]
+            for name, text in FOREIGN.items()
+        },
+    }
+    assert all(len(ids) > NUM_POSITIONS for ids in texts.values())
 
-    sequences = [prompt + answer[:-1], prose[:-1]]
+    sequences = [ids[:-1] for ids in texts.values()]
     oracle = oracle_logits(description, sequences)
     ours = our_logits(real_model_path, tmp_path_factory.mktemp("cache"), sequences)
 
-    predicted = {"answer": answer, "prose": prose[1:]}
     found = {
-        name: compare(mine[-NUM_POSITIONS:], theirs[-NUM_POSITIONS:], ids)
-        for (name, ids), mine, theirs in zip(predicted.items(), ours, oracle, strict=True)
+        name: compare(mine[-NUM_POSITIONS:], theirs[-NUM_POSITIONS:], ids[-NUM_POSITIONS:])
+        for (name, ids), mine, theirs in zip(texts.items(), ours, oracle, strict=True)
     }
     for name, q in found.items():
         print(
@@ -200,24 +188,26 @@ def qualities(
 
 
 @pytest.mark.real_model
-def test_on_an_answer_our_logits_are_the_oracles(qualities: dict[str, Quality]) -> None:
-    quality = qualities["answer"]
-
-    assert quality.mean_kl < MAX_MEAN_KL
-    assert quality.top1 > MIN_TOP1_ANSWER
+def test_our_distributions_are_the_oracles_on_every_kind_of_text(
+    qualities: dict[str, Quality],
+) -> None:
+    for name, quality in qualities.items():
+        assert quality.mean_kl < MAX_MEAN_KL, name
+        assert abs(quality.loss - quality.oracle_loss) < 0.02, name
 
 
 @pytest.mark.real_model
-def test_on_foreign_prose_only_near_ties_differ(qualities: dict[str, Quality]) -> None:
-    quality = qualities["prose"]
-
-    assert quality.mean_kl < MAX_MEAN_KL
-    assert quality.top1 > MIN_TOP1_PROSE
-    assert abs(quality.loss - quality.oracle_loss) < 0.02
+def test_our_likeliest_token_is_the_oracles_on_the_pool_of_texts(
+    qualities: dict[str, Quality],
+) -> None:
+    # Where the model itself is unsure, any rounding tips the balance: one text of 64 positions
+    # says little, the pool is what counts.
+    assert len(qualities) >= 4
+    assert np.mean([quality.top1 for quality in qualities.values()]) > MIN_TOP1
 
 
 @pytest.mark.real_model
 def test_the_oracle_itself_reads_english(qualities: dict[str, Quality]) -> None:
     # Without this, two wrong readings of the file could agree: a wrong rotation costs 2 nats.
     assert qualities["prose"].oracle_loss < 4.0
-    assert qualities["answer"].oracle_loss < 1.0
+    assert qualities["chat"].oracle_loss < 1.0

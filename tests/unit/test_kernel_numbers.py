@@ -49,9 +49,10 @@ def random_activations(rng: np.random.Generator, rows: int, groups: int) -> np.n
     return x.reshape(rows, 32 * groups)
 
 
-def matmul_by_the_page(matrix: PackedMatrix, x: np.ndarray) -> np.ndarray:
+def matmul_by_the_page(matrix: PackedMatrix, x: np.ndarray, terms: int) -> np.ndarray:
     """docs/arithmetic.md, one number at a time."""
     w = matrix.unpacked
+    n = 127 if terms == 1 else 32258
     out = np.zeros((len(x), matrix.rows), F)
     for b, row in enumerate(x.reshape(len(x), -1, 32)):
         for r in range(matrix.rows):
@@ -60,9 +61,13 @@ def matmul_by_the_page(matrix: PackedMatrix, x: np.ndarray) -> np.ndarray:
                 amax = np.abs(values).max()
                 d, q = F(0), np.zeros(32, np.int64)
                 if amax >= 2.0**-100:
-                    d, inverse = amax / F(127), F(127) / amax
-                    q = np.rint(values * inverse).clip(-127, 127).astype(np.int64)
-                dot = int((w.q[g, r].astype(np.int64) * q).sum())
+                    d, inverse = amax / F(n), F(n) / amax
+                    q = np.rint(values * inverse).clip(-n, n).astype(np.int64)
+                first = (q + 127) // 254 if terms == 2 else 0 * q
+                second = q - 254 * first
+                assert max(abs(first).max(), abs(second).max()) <= 127
+                weights = w.q[g, r].astype(np.int64)
+                dot = 254 * int((weights * first).sum()) + int((weights * second).sum())
                 sum_a = sum_a + (w.scale[g, r] * d) * F(dot)
                 if w.min is not None:
                     sum_b = sum_b + w.min[g, r] * (d * F(int(q.sum())))
@@ -75,19 +80,20 @@ def matmul_by_the_page(matrix: PackedMatrix, x: np.ndarray) -> np.ndarray:
     rows=st.integers(1, 20),
     groups=st.integers(1, 5),
     batch=st.integers(1, 3),
+    terms=st.integers(1, 2),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=25, deadline=None)
 def test_reference_matmul_equals_the_page(
-    kind: str, rows: int, groups: int, batch: int, seed: int
+    kind: str, rows: int, groups: int, batch: int, terms: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     matrix = random_matrix(rng, kind, rows, groups)
     x = random_activations(rng, batch, groups)
 
-    got = reference.matmul(matrix, reference.quantize_activations(x))
+    got = reference.matmul(matrix, reference.quantize_activations(x, terms))
 
-    assert same_bits(got, matmul_by_the_page(matrix, x))
+    assert same_bits(got, matmul_by_the_page(matrix, x, terms))
 
 
 @given(
@@ -95,11 +101,12 @@ def test_reference_matmul_equals_the_page(
     rows=st.integers(1, 100),
     groups=st.integers(1, 20),
     batch=st.integers(1, 19),
+    terms=st.integers(1, 2),
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=150, deadline=None)
 def test_native_matmul_equals_the_reference(
-    kind: str, rows: int, groups: int, batch: int, seed: int
+    kind: str, rows: int, groups: int, batch: int, terms: int, seed: int
 ) -> None:
     require_native()
     from shared.kernel import native
@@ -108,14 +115,15 @@ def test_native_matmul_equals_the_reference(
     matrix = random_matrix(rng, kind, rows, groups)
     x = random_activations(rng, batch, groups)
 
-    want = reference.matmul(matrix, reference.quantize_activations(x))
+    want = reference.matmul(matrix, reference.quantize_activations(x, terms))
 
-    assert same_bits(native.matmul(matrix, x), want)
+    assert same_bits(native.matmul(matrix, x, terms), want)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_saturated_products_do_not_overflow(kind: str, sign: int) -> None:
+@pytest.mark.parametrize(("terms", "steps"), [(1, 127), (2, 32258)])
+def test_saturated_products_do_not_overflow(kind: str, sign: int, terms: int, steps: int) -> None:
     require_native()
     from shared.kernel import native
 
@@ -125,11 +133,11 @@ def test_saturated_products_do_not_overflow(kind: str, sign: int) -> None:
     else:
         packed = pack_int8(ones, np.full((16, 2, 32), -128, np.int8), 16)
     matrix = PackedMatrix(kind, 16, 64, 16, packed)
-    x = np.full((1, 64), sign * 127, F)
+    x = np.full((1, 64), sign * steps, F)
 
-    got = native.matmul(matrix, x)
+    got = native.matmul(matrix, x, terms)
 
-    assert (got == sign * 64 * 127 * (15 if kind == "int4" else -128)).all()
+    assert (got == sign * 64 * steps * (15 if kind == "int4" else -128)).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -93,10 +93,11 @@ uint64_t cp_logits_scratch(const cp_matrix *head, int32_t num_rows);
 int cp_logits(const cp_matrix *head, const float *norm, float norm_eps, const float *rows,
               int32_t n, float *out, void *scratch, uint64_t scratch_bytes, cp_fault *fault);
 
-/* Single operations, for tests that hold them against the reference. */
+/* Single operations, for tests that hold them against the reference. x is quantised to `terms` (1
+ * or 2) bytes. */
 uint64_t cp_matmul_scratch(const cp_matrix *matrix, int32_t num_rows);
-int cp_matmul(const cp_matrix *matrix, const float *x, int32_t num_rows, float *out,
-              void *scratch, uint64_t scratch_bytes, cp_fault *fault);
+int cp_matmul(const cp_matrix *matrix, const float *x, int32_t num_rows, int32_t terms,
+              float *out, void *scratch, uint64_t scratch_bytes, cp_fault *fault);
 void cp_exp(const float *x, float *out, int32_t n);
 void cp_to_half(const float *x, uint16_t *out, int32_t n);
 void cp_from_half(const uint16_t *x, float *out, int32_t n);

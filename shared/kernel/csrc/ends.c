@@ -6,25 +6,25 @@
 uint64_t cp_matmul_scratch(const cp_matrix *matrix, int32_t num_rows)
 {
     cp_arena arena = {NULL, 0};
-    cp_take_acts(&arena, num_rows, matrix->cols);
+    cp_take_acts(&arena, num_rows, matrix->cols, 2);
     return arena.used;
 }
 
-int cp_matmul(const cp_matrix *matrix, const float *x, int32_t num_rows, float *out,
-              void *scratch, uint64_t scratch_bytes, cp_fault *fault)
+int cp_matmul(const cp_matrix *matrix, const float *x, int32_t num_rows, int32_t terms,
+              float *out, void *scratch, uint64_t scratch_bytes, cp_fault *fault)
 {
     cp_arena arena = {scratch, 0};
     cp_acts acts;
     cp_fpmode mode;
     fault->layer = fault->row = -1;
-    if (num_rows <= 0 || matrix->kind == CP_KIND_F32 ||
+    if (num_rows <= 0 || terms < 1 || terms > 2 || matrix->kind == CP_KIND_F32 ||
         !cp_matrix_valid(matrix, matrix->rows, matrix->cols))
         return CP_BAD_SIZE;
-    acts = cp_take_acts(&arena, num_rows, matrix->cols);
+    acts = cp_take_acts(&arena, num_rows, matrix->cols, terms);
     if (scratch == NULL || arena.used > scratch_bytes)
         return CP_BAD_SCRATCH;
     mode = cp_fpmode_enter();
-    fault->row = cp_quantize(x, num_rows, matrix->cols, &acts);
+    fault->row = cp_quantize(x, num_rows, matrix->cols, terms, &acts);
     if (fault->row < 0) {
         cp_multiply_all(matrix, &acts, num_rows, out);
         fault->row = cp_unfinished_row(out, num_rows, matrix->rows);
@@ -62,8 +62,8 @@ int cp_logits(const cp_matrix *head, const float *norm, float norm_eps, const fl
     cp_fpmode_leave(mode);
     if (fault->row >= 0)
         return CP_NOT_FINITE;
-    return cp_matmul(head, normed, n, out, arena.base + arena.used, scratch_bytes - arena.used,
-                     fault);
+    return cp_matmul(head, normed, n, 2, out, arena.base + arena.used,
+                     scratch_bytes - arena.used, fault);
 }
 
 static uint32_t word_at(const uint8_t *p)

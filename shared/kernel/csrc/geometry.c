@@ -86,15 +86,15 @@ void *cp_take(cp_arena *arena, uint64_t count, uint64_t size)
     return piece;
 }
 
-cp_acts cp_take_acts(cp_arena *arena, int32_t rows, int32_t cols)
+cp_acts cp_take_acts(cp_arena *arena, int32_t rows, int32_t cols, int32_t terms)
 {
     cp_acts acts;
     uint64_t groups = (uint64_t)(cols / CP_GROUP), n = (uint64_t)rows;
-    acts.q = cp_take(arena, n * (uint64_t)cols, 1);
+    acts.q = cp_take(arena, n * (uint64_t)terms * (uint64_t)cols, 1);
     acts.d = cp_take(arena, n * groups, sizeof(float));
     acts.ds = cp_take(arena, n * groups, sizeof(float));
-    acts.s = cp_take(arena, n * groups, sizeof(int32_t));
     acts.cols = cols;
     acts.groups = (int32_t)groups;
+    acts.terms = terms;
     return acts;
 }

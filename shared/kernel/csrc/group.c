@@ -32,7 +32,8 @@ static forward_scratch take_forward(cp_arena *arena, const cp_group *g, int32_t 
     s.projected = cp_take(arena, n * d, f);
     s.state = cp_take(arena, 2 * n * (uint64_t)g->num_heads, f);
     s.tile = cp_take(arena, 2 * CP_PAGE * (uint64_t)g->head_dim, f);
-    s.acts = cp_take_acts(arena, rows, max3(g->hidden_size, g->intermediate_size, (int32_t)q_dim));
+    s.acts =
+        cp_take_acts(arena, rows, max3(g->hidden_size, g->intermediate_size, (int32_t)q_dim), 2);
     return s;
 }
 
@@ -58,7 +59,7 @@ static int32_t attention_part(const cp_group *g, int32_t layer, const cp_sequenc
     const cp_layer *l = &g->layers[layer];
     int32_t q_dim = g->num_heads * g->head_dim, kv_dim = g->num_kv_heads * g->head_dim;
     int32_t half = g->head_dim / 2, bad, i, t, row = 0;
-    bad = cp_norm_quantized(hidden, l->input_norm, g->norm_eps, rows, g->hidden_size, s->norm,
+    bad = cp_norm_quantized(hidden, l->input_norm, g->norm_eps, rows, g->hidden_size, 2, s->norm,
                             &s->acts);
     if (bad >= 0)
         return bad;
@@ -90,7 +91,7 @@ static int32_t attention_part(const cp_group *g, int32_t layer, const cp_sequenc
             return row + bad;
         row += seq->num_rows;
     }
-    if ((bad = cp_quantize(s->attended, rows, q_dim, &s->acts)) >= 0)
+    if ((bad = cp_quantize(s->attended, rows, q_dim, 1, &s->acts)) >= 0)
         return bad;
     cp_multiply_all(&l->o, &s->acts, rows, s->projected);
     add_to(hidden, s->projected, (size_t)rows * (size_t)g->hidden_size);
@@ -103,7 +104,7 @@ static int32_t mlp_part(const cp_group *g, int32_t layer, float *hidden, int32_t
 {
     const cp_layer *l = &g->layers[layer];
     int32_t bad, r;
-    bad = cp_norm_quantized(hidden, l->post_norm, g->norm_eps, rows, g->hidden_size, s->norm,
+    bad = cp_norm_quantized(hidden, l->post_norm, g->norm_eps, rows, g->hidden_size, 1, s->norm,
                             &s->acts);
     if (bad >= 0)
         return bad;
@@ -115,7 +116,7 @@ static int32_t mlp_part(const cp_group *g, int32_t layer, float *hidden, int32_t
         size_t at = (size_t)r * (size_t)g->intermediate_size;
         cp_silu_mul(s->gate + at, s->up + at, g->intermediate_size);
     }
-    if ((bad = cp_quantize(s->gate, rows, g->intermediate_size, &s->acts)) >= 0)
+    if ((bad = cp_quantize(s->gate, rows, g->intermediate_size, 2, &s->acts)) >= 0)
         return bad;
     cp_multiply_all(&l->down, &s->acts, rows, s->projected);
     add_to(hidden, s->projected, (size_t)rows * (size_t)g->hidden_size);

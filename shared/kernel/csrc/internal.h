@@ -10,16 +10,17 @@
 #define CP_INT4_GROUP 320
 #define CP_INT8_GROUP 512
 #define CP_CHUNK_ALIGN 128
+#define CP_FIRST_TERM 254 /* what the first of two terms of an activation counts */
 
 /* Quantised activations of R rows; C cols, G = C/32. Quantised once for all matrices that share an
- * input (q, k, v; gate, up). */
+ * input (q, k, v; gate, up). One term: q itself. Two: 254 * first + second. */
 typedef struct {
-    int8_t *q;       /* (R, C) */
+    int8_t *q;       /* (R, terms, C) */
     float *d;        /* (R, G) */
     float *ds;       /* (R, G): d * float(s) */
-    int32_t *s;      /* (R, G): sums of q */
     int32_t cols;
     int32_t groups;
+    int32_t terms;   /* 1 or 2 */
 } cp_acts;
 
 /* One instruction set's way to multiply a row block with rows first..first+n-1 of the activations:
@@ -50,10 +51,10 @@ typedef struct {
     uint64_t used;
 } cp_arena;
 void *cp_take(cp_arena *arena, uint64_t count, uint64_t size);
-cp_acts cp_take_acts(cp_arena *arena, int32_t rows, int32_t cols);
+cp_acts cp_take_acts(cp_arena *arena, int32_t rows, int32_t cols, int32_t terms);
 
-/* Quantise x (R, cols). Returns -1, or the first row that holds a value that is not finite. */
-int32_t cp_quantize(const float *x, int32_t rows, int32_t cols, cp_acts *out);
+/* Quantise x (R, cols) to `terms` terms, at most as many as `out` was taken for. Returns -1, or the first row that holds a value that is not finite. */
+int32_t cp_quantize(const float *x, int32_t rows, int32_t cols, int32_t terms, cp_acts *out);
 
 /* out (R, m->rows) for row blocks first_block..end_block-1 (a slice, so that threads can share). */
 void cp_multiply(const cp_path *path, const cp_matrix *m, const cp_acts *x, int32_t rows,
@@ -67,7 +68,7 @@ int32_t cp_unfinished_row(const float *x, int32_t rows, int32_t cols);
 
 /* Normalise rows into `norm` and quantise that. -1, or the row that is not finite. */
 int32_t cp_norm_quantized(const float *x, const float *weight, float eps, int32_t rows,
-                          int32_t cols, float *norm, cp_acts *acts);
+                          int32_t cols, int32_t terms, float *norm, cp_acts *acts);
 
 /* Operations on one row. Return 0 when a sum is not finite. */
 int cp_rms_norm(const float *x, const float *weight, float eps, int32_t n, float *out);

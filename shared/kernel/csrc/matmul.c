@@ -4,12 +4,13 @@
 
 #include <string.h>
 
-/* A group of 32. Returns 0 if it holds a value that is not finite. */
-static int quantize_group(const float *x, int8_t *q, float *d, float *ds, int32_t *s)
+/* A group of 32; the second term goes to `low`, unless it is NULL. Returns 0 if the group holds a
+ * value that is not finite. */
+static int quantize_group(const float *x, int8_t *q, int8_t *low, float *d, float *ds)
 {
     uint32_t max_bits = 0; /* of |x|: the bits of non-negative floats are ordered as they are */
     int32_t rounded[CP_GROUP];
-    int32_t i, sum = 0;
+    int32_t i, sum = 0, steps = low ? 127 * CP_FIRST_TERM : 127;
     float amax, id;
     for (i = 0; i < CP_GROUP; i++) {
         uint32_t bits = cp_bits(x[i]) & 0x7fffffffu;
@@ -20,36 +21,44 @@ static int quantize_group(const float *x, int8_t *q, float *d, float *ds, int32_
     amax = cp_float(max_bits);
     if (max_bits < (127u - 100u) << 23) { /* 2^-100 */
         memset(q, 0, CP_GROUP);
+        if (low)
+            memset(low, 0, CP_GROUP);
         *d = *ds = 0.0f;
-        *s = 0;
         return 1;
     }
-    id = 127.0f / amax;
+    id = (float)steps / amax;
     for (i = 0; i < CP_GROUP; i++) {
         int32_t v = cp_rint_int(x[i] * id);
-        v = v > 127 ? 127 : v;
-        v = v < -127 ? -127 : v;
+        v = v > steps ? steps : v;
+        v = v < -steps ? -steps : v;
         rounded[i] = v;
         sum += v;
     }
+    for (i = 0; low && i < CP_GROUP; i++) {
+        int32_t v = rounded[i];
+        /* floor((v + 127) / 254), shifted to where division rounds down */
+        rounded[i] = (v + 127 + CP_FIRST_TERM * 128) / CP_FIRST_TERM - 128;
+        low[i] = (int8_t)(v - CP_FIRST_TERM * rounded[i]);
+    }
     for (i = 0; i < CP_GROUP; i++)
         q[i] = (int8_t)rounded[i];
-    *d = amax / 127.0f;
+    *d = amax / (float)steps;
     *ds = *d * (float)sum;
-    *s = sum;
     return 1;
 }
 
-int32_t cp_quantize(const float *x, int32_t rows, int32_t cols, cp_acts *out)
+int32_t cp_quantize(const float *x, int32_t rows, int32_t cols, int32_t terms, cp_acts *out)
 {
     int32_t r, g;
     out->cols = cols;
     out->groups = cols / CP_GROUP;
+    out->terms = terms;
     for (r = 0; r < rows; r++)
         for (g = 0; g < out->groups; g++) {
             size_t at = (size_t)r * (size_t)out->groups + (size_t)g;
-            if (!quantize_group(x + at * CP_GROUP, out->q + at * CP_GROUP, out->d + at,
-                                out->ds + at, out->s + at))
+            int8_t *q = out->q + (size_t)r * (size_t)cols * (size_t)terms + g * CP_GROUP;
+            if (!quantize_group(x + at * CP_GROUP, q, terms == 2 ? q + cols : NULL, out->d + at,
+                                out->ds + at))
                 return r;
         }
     return -1;

@@ -49,7 +49,7 @@ int32_t cp_unfinished_row(const float *x, int32_t rows, int32_t cols)
 }
 
 int32_t cp_norm_quantized(const float *x, const float *weight, float eps, int32_t rows,
-                          int32_t cols, float *norm, cp_acts *acts)
+                          int32_t cols, int32_t terms, float *norm, cp_acts *acts)
 {
     int32_t r;
     for (r = 0; r < rows; r++) {
@@ -57,7 +57,7 @@ int32_t cp_norm_quantized(const float *x, const float *weight, float eps, int32_
         if (!cp_rms_norm(x + at, weight, eps, cols, norm + at))
             return r;
     }
-    return cp_quantize(norm, rows, cols, acts);
+    return cp_quantize(norm, rows, cols, terms, acts);
 }
 
 void cp_exp(const float *x, float *out, int32_t n)

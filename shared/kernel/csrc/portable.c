@@ -42,11 +42,70 @@ static inline void add_pairs(const int16_t lane[SLAB], int32_t pair[SLAB / 2])
         pair[w] += (int32_t)(int16_t)(word[w] & 0xffffu) + (int32_t)(int16_t)(word[w] >> 16);
 }
 
-static inline void add_rows(const int32_t pair[SLAB / 2], float dot[CP_BLOCK])
+static inline void add_rows(const int32_t pair[SLAB / 2], int32_t dot[CP_BLOCK])
 {
     int r;
     for (r = 0; r < CP_BLOCK; r++)
-        dot[r] = (float)(pair[2 * r] + pair[2 * r + 1]);
+        dot[r] = pair[2 * r] + pair[2 * r + 1];
+}
+
+/* The 16 dot products of a group with 32 activations. */
+typedef void dot_fn(const uint8_t *slabs, const int8_t *q, int32_t dot[CP_BLOCK]);
+
+static inline void dot_int4(const uint8_t *slabs, const int8_t *q, int32_t dot[CP_BLOCK])
+{
+    int16_t lane[SLAB] = {0}; /* 8 products of at most 15 * 127 */
+    int32_t pair[SLAB / 2] = {0};
+    int p, r, i;
+    for (p = 0; p < 4; p++) {
+        const uint8_t *slab = slabs + SLAB * p;
+        int16_t low[16], high[16];
+        repeat4(q + 4 * p, low);
+        repeat4(q + 16 + 4 * p, high);
+        for (r = 0; r < SLAB; r += 16)
+            for (i = 0; i < 16; i++)
+                lane[r + i] = (int16_t)(lane[r + i] + (slab[r + i] & 15) * low[i] +
+                                        (slab[r + i] >> 4) * high[i]);
+    }
+    add_pairs(lane, pair);
+    add_rows(pair, dot);
+}
+
+static inline void dot_int8(const uint8_t *slabs, const int8_t *q, int32_t dot[CP_BLOCK])
+{
+    const int8_t *w = (const int8_t *)slabs;
+    int32_t pair[SLAB / 2] = {0};
+    int p, r, i;
+    for (p = 0; p < 8; p += 2) {
+        int16_t lane[SLAB]; /* 2 products of at most 128 * 127 */
+        const int8_t *even = w + SLAB * p, *odd = even + SLAB;
+        int16_t y[16], z[16];
+        repeat4(q + 4 * p, y);
+        repeat4(q + 4 * p + 4, z);
+        for (r = 0; r < SLAB; r += 16)
+            for (i = 0; i < 16; i++)
+                lane[r + i] = (int16_t)(even[r + i] * y[i] + odd[r + i] * z[i]);
+        add_pairs(lane, pair);
+    }
+    add_rows(pair, dot);
+}
+
+/* a += (scale * d) * dot for group g of batch row t. */
+static inline void add_group(dot_fn *dot_of, const uint8_t *slabs, const cp_acts *x, int32_t t,
+                             int32_t g, const float scale[CP_BLOCK], float a[CP_BLOCK])
+{
+    const int8_t *q = x->q + (size_t)t * (size_t)x->terms * (size_t)x->cols + g * CP_GROUP;
+    float d = x->d[(size_t)t * (size_t)x->groups + (size_t)g];
+    int32_t dot[CP_BLOCK], low[CP_BLOCK];
+    int r;
+    dot_of(slabs, q, dot);
+    if (x->terms == 2) {
+        dot_of(slabs, q + x->cols, low);
+        for (r = 0; r < CP_BLOCK; r++)
+            dot[r] = CP_FIRST_TERM * dot[r] + low[r];
+    }
+    for (r = 0; r < CP_BLOCK; r++)
+        a[r] += (scale[r] * d) * (float)dot[r];
 }
 
 static void block_int4(const uint8_t *block, const cp_acts *x, int32_t first, int32_t n,
@@ -54,34 +113,16 @@ static void block_int4(const uint8_t *block, const cp_acts *x, int32_t first, in
 {
     float a[CP_TILE][CP_BLOCK] = {{0}}, b[CP_TILE][CP_BLOCK] = {{0}};
     int32_t g, t;
-    int p, r, i;
+    int r;
     for (g = 0; g < x->groups; g++, block += CP_INT4_GROUP) {
         float scale[CP_BLOCK], min[CP_BLOCK];
         halves(block, scale);
         halves(block + 32, min);
         for (t = 0; t < n; t++) {
-            size_t at = (size_t)(first + t) * (size_t)x->groups + (size_t)g;
-            const int8_t *q = x->q + at * CP_GROUP;
-            float d = x->d[at], ds = x->ds[at];
-            int16_t lane[SLAB] = {0}; /* 8 products of at most 15 * 127 */
-            int32_t pair[SLAB / 2] = {0};
-            float dot[CP_BLOCK];
-            for (p = 0; p < 4; p++) {
-                const uint8_t *slab = block + 64 + SLAB * p;
-                int16_t low[16], high[16];
-                repeat4(q + 4 * p, low);
-                repeat4(q + 16 + 4 * p, high);
-                for (r = 0; r < SLAB; r += 16)
-                    for (i = 0; i < 16; i++)
-                        lane[r + i] = (int16_t)(lane[r + i] + (slab[r + i] & 15) * low[i] +
-                                                (slab[r + i] >> 4) * high[i]);
-            }
-            add_pairs(lane, pair);
-            add_rows(pair, dot);
-            for (r = 0; r < CP_BLOCK; r++) {
-                a[t][r] += (scale[r] * d) * dot[r];
+            float ds = x->ds[(size_t)(first + t) * (size_t)x->groups + (size_t)g];
+            add_group(dot_int4, block + 64, x, first + t, g, scale, a[t]);
+            for (r = 0; r < CP_BLOCK; r++)
                 b[t][r] += min[r] * ds;
-            }
         }
     }
     for (t = 0; t < n; t++)
@@ -95,33 +136,13 @@ static void block_int8(const uint8_t *block, const cp_acts *x, int32_t first, in
     const uint8_t *scales = block;
     float a[CP_TILE][CP_BLOCK] = {{0}};
     int32_t g, t;
-    int p, r, i;
+    int r;
     block += cp_int8_scale_bytes(x->cols);
     for (g = 0; g < x->groups; g++, block += CP_INT8_GROUP) {
-        const int8_t *w = (const int8_t *)block;
         float scale[CP_BLOCK];
         halves(scales + (size_t)g * CP_BLOCK * 2, scale);
-        for (t = 0; t < n; t++) {
-            size_t at = (size_t)(first + t) * (size_t)x->groups + (size_t)g;
-            const int8_t *q = x->q + at * CP_GROUP;
-            float d = x->d[at];
-            int32_t pair[SLAB / 2] = {0};
-            float dot[CP_BLOCK];
-            for (p = 0; p < 8; p += 2) {
-                int16_t lane[SLAB]; /* 2 products of at most 128 * 127 */
-                const int8_t *even = w + SLAB * p, *odd = even + SLAB;
-                int16_t y[16], z[16];
-                repeat4(q + 4 * p, y);
-                repeat4(q + 4 * p + 4, z);
-                for (r = 0; r < SLAB; r += 16)
-                    for (i = 0; i < 16; i++)
-                        lane[r + i] = (int16_t)(even[r + i] * y[i] + odd[r + i] * z[i]);
-                add_pairs(lane, pair);
-            }
-            add_rows(pair, dot);
-            for (r = 0; r < CP_BLOCK; r++)
-                a[t][r] += (scale[r] * d) * dot[r];
-        }
+        for (t = 0; t < n; t++)
+            add_group(dot_int8, block, x, first + t, g, scale, a[t]);
     }
     for (t = 0; t < n; t++)
         for (r = 0; r < CP_BLOCK; r++)

@@ -1,0 +1,33 @@
+"""The tree that commands add themselves to, and the exit codes. Knows no command.
+
+Exit codes: 0 done, 1 the request or model failed, 2 wrong usage or settings, 3 a server or worker
+is missing, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from shared.errors import CellpipeError, ConfigError, TransientError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNAVAILABLE = 3
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="cellpipe",
+    help="Run a large language model on a crowd of small machines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def exit_code_of(error: CellpipeError) -> int:
+    if isinstance(error, ConfigError):
+        return EXIT_USAGE
+    if isinstance(error, TransientError):
+        return EXIT_UNAVAILABLE
+    return EXIT_FAILED

@@ -1,0 +1,114 @@
+"""Every order of deaths, lost connections, copies and store failures leaves the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from services.scheduler.scheduler import Scheduler
+from services.worker.limits import WorkerLimits
+from services.worker.worker import Worker
+from shared.errors import StoreUnavailable
+from shared.messages import Request, SamplingParams
+from shared.topology import REQUESTS_QUEUE
+from tests.faults import LosableBroker
+from tests.rig import SAMPLED, Rig, assert_answers, prompt_of
+
+NUM_GROUPS = 2
+ASKED = [
+    ("a", prompt_of(40), SAMPLED),
+    ("b", prompt_of(9, salt=1), SamplingParams(seed=3, max_tokens=8, ignore_eos=True)),
+    ("c", prompt_of(23, salt=2), SAMPLED),
+]
+# Every worker sleeps on the rig's one clock, so a back-off ages what others have parked.
+LIMITS = WorkerLimits(max_batch_rows=12, park_limit_s=1_000.0, kv_cache_bytes=40_000)
+
+events = st.one_of(
+    st.just(("nothing",)),
+    st.tuples(st.sampled_from(["kill", "lose", "copy"]), st.integers(0, 2 * NUM_GROUPS)),
+    st.tuples(st.sampled_from(["kv", "ledger"]), st.integers(1, 6)),
+)
+
+
+class Weather:
+    """Stands before a store: fails the next calls of whatever method, as often as it is told."""
+
+    def __init__(self, inner: Any) -> None:
+        self.num_failures = 0
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.num_failures == 0:
+                return method(*args, **kwargs)
+            self.num_failures -= 1
+            if self.num_failures % 2:
+                method(*args, **kwargs)  # done, and the answer lost
+            raise StoreUnavailable("bad weather")
+
+        return call
+
+
+class Cluster:
+    """A scheduler and two workers a group, each of which can be struck."""
+
+    def __init__(self) -> None:
+        self.rig = Rig(NUM_GROUPS, limits=LIMITS)
+        self.kv, self.ledger = Weather(self.rig.kv_pages), Weather(self.rig.ledger)
+        self.parts: list[tuple[Worker | Scheduler, LosableBroker]] = []
+        for index in range(2 * NUM_GROUPS + 1):
+            self.parts.append(self.new_part(index))
+
+    def new_part(self, index: int) -> tuple[Worker | Scheduler, LosableBroker]:
+        line = LosableBroker(self.rig.hub)
+        if index == 2 * NUM_GROUPS:
+            return self.rig.add_scheduler(broker=line, ledger=self.ledger), line
+        part = self.rig.add_worker(
+            index % NUM_GROUPS, broker=line, ledger=self.ledger, kv_pages=self.kv
+        )
+        return part, line
+
+    def strike(self, kind: str, number: int = 0) -> None:
+        match kind:
+            case "kill":
+                self.rig.kill(self.parts[number][0])
+                self.parts[number] = self.new_part(number)
+            case "lose":
+                self.parts[number][1].lose()
+            case "copy":
+                self.copy_oldest_step(number % NUM_GROUPS)
+            case "kv":
+                self.kv.num_failures = number
+            case "ledger":
+                self.ledger.num_failures = number
+
+    def copy_oldest_step(self, group: int) -> None:
+        queue = self.rig.hub.queues[self.rig.queue(group)]
+        held = [m for consumer in queue.consumers for m in consumer.held.values()]
+        if held:
+            self.rig.publish(self.rig.queue(group), held[0].outgoing.body)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(events, max_size=40))
+def test_no_fault_changes_a_token_or_an_end(strikes: Sequence[tuple[Any, ...]]) -> None:
+    cluster = Cluster()
+    rig = cluster.rig
+    rig.open_reply_queue("mine")
+    for request_id, prompt, sampling in ASKED:
+        rig.submit(Request(request_id, token_ids=prompt, sampling=sampling), reply_to="mine")
+
+    for strike in strikes:
+        cluster.strike(*strike)
+        rig.turn()
+    rig.run_until_quiet()
+
+    assert_answers(rig, ASKED)
+    assert rig.num_messages(REQUESTS_QUEUE) == 0
+    assert rig.num_dead() == 0
+    assert {reply.request_id for reply in rig.replies("mine")} == {"a", "b", "c"}
