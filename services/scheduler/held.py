@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shared import codec
 from shared.broker.base import Delivery
+from shared.messages import Request
 
 
 @dataclass(slots=True)
@@ -28,6 +30,13 @@ class Held:
             _message(delivery) == _message(other) for other in self.unanswered
         )
         (self.returned if is_return else self.unanswered).append(delivery)
+
+    def request(self) -> Request:
+        """The request, read again from its first message."""
+        delivery = self.deliveries[0]
+        request = codec.decode(delivery.body, delivery.content_type)
+        assert isinstance(request, Request), "only requests are held"
+        return request
 
     @property
     def deliveries(self) -> list[Delivery]:

@@ -127,14 +127,13 @@ class Scheduler:
             return
         try:
             record = self._ledger.get(request.request_id)
-        except PermanentError as error:
+            if record is None:
+                self._start(request, delivery)
+            else:
+                self._adopt(record, delivery)
+        except PermanentError as error:  # what the store holds of it cannot be read
             self._bury(request, str(error))
-            self._refuse_unreadable(delivery, str(error))
-            return
-        if record is None:
-            self._start(request, delivery)
-        else:
-            self._adopt(record, delivery)
+            self._hold(request.request_id, delivery, request.deadline_unix_ms)
 
     def _refuse_unreadable(self, delivery: Delivery, error: str) -> None:
         log.warning("request_refused", reason=error, bytes=len(delivery.body))
@@ -199,12 +198,12 @@ class Scheduler:
         for request_id, held in list(self._held.items()):
             state = states.get(request_id)
             if state is None:
-                self._bury(_request_of(held), "the store has lost the record of this request")
+                self._bury(held.request(), "the store has lost the record of this request")
             elif state.finish_reason is not None and held.retry_at_s <= now_s:
                 try:
                     self._answer(request_id, held, now_s)
                 except PermanentError as error:  # what the store holds of it cannot be read
-                    self._bury(_request_of(held), str(error))
+                    self._bury(held.request(), str(error))
 
     def _bury(self, request: Request, reason: str) -> None:
         """End a request whose record the store has lost or garbled; the next poll answers it.
@@ -217,9 +216,7 @@ class Scheduler:
         )
         if self._kv_pages is not None:
             num_positions = self._model.config.max_position_embeddings
-            self._kv_pages.delete(
-                request.request_id, self._model.layout.num_groups, num_positions
-            )
+            self._kv_pages.delete(request.request_id, self._model.layout.num_groups, num_positions)
         log.error("request_buried", request_id=request.request_id, reason=reason)
 
     def _end_overdue(self) -> None:
@@ -307,13 +304,6 @@ class Scheduler:
 
     def _send_reply(self, delivery: Delivery, reply: Reply) -> None:
         send_reply(self._broker, delivery, reply, timeout_s=self._limits.confirm_timeout_s)
-
-
-def _request_of(held: Held) -> Request:
-    delivery = held.deliveries[0]
-    request = codec.decode(delivery.body, delivery.content_type)
-    assert isinstance(request, Request), "only requests are held"
-    return request
 
 
 def _with_remedy(error: CellpipeError) -> str:

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from services.worker.steps import decode_step
 from services.worker.verdict import finish_reason
+from shared.errors import StoreDamaged
 from shared.messages import Step
 from shared.model.layer_group import LayerGroup
 from shared.model.sampling import sample
-from shared.errors import StoreDamaged
 from shared.store.ledger import Ledger
 from shared.store.ledger_types import AlreadyCommitted, Committed, Gap
 

@@ -8,25 +8,28 @@ Knows no queue and no model.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterable
 
-import numpy as np
-
-from shared.errors import CellpipeError, DecodeError, RequestError, StoreDamaged
-from shared.messages import FinishReason, SamplingParams
+from shared.errors import RequestError, StoreDamaged
+from shared.messages import FinishReason
 from shared.store import keys
-from shared.store.connection import Argument, Call, Connection
+from shared.store.connection import Call, Connection
+from shared.store.ledger_fields import (
+    MAX_ERROR_CHARS,
+    flat_fields,
+    pairs,
+    read_event,
+    read_reason,
+    read_record,
+    read_state,
+)
 from shared.store.ledger_types import (
     AlreadyCommitted,
     CommitResult,
     Committed,
     Event,
     Fenced,
-    FinalEvent,
     Finished,
     Gap,
     LedgerRecord,
@@ -39,7 +42,6 @@ from shared.store.scripts import load_script
 
 START = "0-0"  # before the first event
 _EVENT_ID = re.compile(r"\d{1,19}-\d{1,19}\Z", re.ASCII)
-_MAX_ERROR_CHARS = 2000
 _STATE_FIELDS = ("epoch", "committed", "finish_reason", "error")
 
 
@@ -57,16 +59,21 @@ class Ledger:
         self._finished_ttl_ms = round(finished_ttl_s * 1000)
 
     def admit(self, record: LedgerRecord) -> bool:
-        """Write a new record. False when the request has one, which is then to be adopted."""
-        return bool(
-            self._meta.run(
-                Call(
-                    load_script("ledger_admit"),
-                    (keys.ledger(record.request_id),),
-                    (self._running_ttl_ms, *_flat_fields(record)),
-                )
+        """Write a new record. False when the request has one, which is then to be adopted.
+
+        Raises `StoreDamaged` when it has events and no record: it ran before, and its readers have
+        seen tokens that may not come again.
+        """
+        reply = self._meta.run(
+            Call(
+                load_script("ledger_admit"),
+                (keys.ledger(record.request_id), keys.events(record.request_id)),
+                (self._running_ttl_ms, *flat_fields(record)),
             )
         )
+        if reply < 0:
+            raise StoreDamaged(f"the store has lost the record of request {record.request_id}")
+        return bool(reply)
 
     def refuse(self, record: LedgerRecord) -> bool:
         """End a request that was never admitted with `record.error`, so that whoever waits hears.
@@ -79,9 +86,9 @@ class Ledger:
                     load_script("ledger_refuse"),
                     (keys.ledger(record.request_id), keys.events(record.request_id)),
                     (
-                        record.error[:_MAX_ERROR_CHARS],
+                        record.error[:MAX_ERROR_CHARS],
                         self._finished_ttl_ms,
-                        *_flat_fields(record),
+                        *flat_fields(record),
                     ),
                 )
             )
@@ -97,7 +104,7 @@ class Ledger:
             Call(
                 load_script("ledger_bury"),
                 (keys.ledger(record.request_id), keys.events(record.request_id)),
-                (record.error[:_MAX_ERROR_CHARS], self._finished_ttl_ms, *_flat_fields(record)),
+                (record.error[:MAX_ERROR_CHARS], self._finished_ttl_ms, *flat_fields(record)),
             )
         )
 
@@ -106,7 +113,7 @@ class Ledger:
         flat = self._meta.run(("HGETALL", keys.ledger(request_id)))
         if not flat:
             return None
-        return _read_record(request_id, _pairs(flat))
+        return read_record(request_id, pairs(flat))
 
     def commit(
         self,
@@ -138,7 +145,7 @@ class Ledger:
             case [b"committed"]:
                 return Committed()
             case [b"already", won, reason]:
-                return AlreadyCommitted(int(won), _reason(reason))
+                return AlreadyCommitted(int(won), read_reason(reason))
             case [b"damaged"]:
                 raise StoreDamaged(f"the events of request {request_id} were lost")
             case [b"stale"]:
@@ -148,7 +155,7 @@ class Ledger:
             case [b"fenced", current]:
                 return Fenced(int(current))
             case [b"finished", reason]:
-                return Finished(_reason(reason) or FinishReason.ERROR)
+                return Finished(read_reason(reason) or FinishReason.ERROR)
             case [b"unknown"]:
                 return Unknown()
             case _:
@@ -161,7 +168,7 @@ class Ledger:
                 Call(
                     load_script("ledger_finish"),
                     (keys.ledger(request_id), keys.events(request_id)),
-                    (str(reason), error[:_MAX_ERROR_CHARS], self._finished_ttl_ms),
+                    (str(reason), error[:MAX_ERROR_CHARS], self._finished_ttl_ms),
                 )
             )
         )
@@ -195,7 +202,7 @@ class Ledger:
         reply = self._meta.run(
             ("XREAD", "COUNT", count, *waiting, "STREAMS", keys.events(request_id), after)
         )
-        return [_event(entry) for entry in reply[0][1]] if reply else []
+        return [read_event(entry) for entry in reply[0][1]] if reply else []
 
     def states(self, request_ids: Iterable[str]) -> dict[str, RequestState]:
         """The states of those requests that are known, in one round trip.
@@ -207,7 +214,7 @@ class Ledger:
             [("HMGET", keys.ledger(i), *_STATE_FIELDS) for i in ids], keep=(StoreDamaged,)
         )
         return {
-            request_id: _state(request_id, reply)
+            request_id: read_state(request_id, reply)
             for request_id, reply in zip(ids, replies, strict=True)
             if reply != [None] * len(_STATE_FIELDS)
         }
@@ -218,96 +225,4 @@ class Ledger:
         Raises `DecodeError` for events that cannot be read.
         """
         entries = self._meta.run(("XRANGE", keys.events(request_id), "-", "+"))
-        return [e.token_id for e in map(_event, entries) if isinstance(e, TokenEvent)]
-
-
-def _flat_fields(record: LedgerRecord) -> list[Argument]:
-    """A record as field, value, field, value: what `_read_record` reads."""
-    fields: dict[str, Argument] = {
-        "model_id": record.model_id,
-        "layout_id": record.layout_id,
-        "prompt": _pack_tokens(record.prompt_token_ids),
-        "num_prompt": record.num_prompt_tokens,
-        "sampling": json.dumps(asdict(record.sampling), separators=(",", ":")),
-        "max_position": record.max_position,
-        "stop": _pack_tokens(record.stop_token_ids),
-        "epoch": record.epoch,
-        "created_unix_ms": record.created_unix_ms,
-        "deadline_unix_ms": record.deadline_unix_ms,
-        "committed": record.num_prompt_tokens - 1,
-        "finish_reason": record.finish_reason or "",
-        "error": record.error[:_MAX_ERROR_CHARS],
-    }
-    return [part for field in fields.items() for part in field]
-
-
-def _state(request_id: str, reply: Sequence[bytes | None] | StoreDamaged) -> RequestState:
-    try:
-        if isinstance(reply, StoreDamaged):
-            raise reply
-        epoch, committed, reason, error = (part or b"" for part in reply)
-        return RequestState(int(epoch), int(committed), _reason(reason), _text(error))
-    except (ValueError, StoreDamaged) as error:
-        text = f"the ledger of request {request_id} cannot be read: {error}"
-        return RequestState(0, -1, FinishReason.ERROR, text)
-
-
-def _event(entry: Sequence[Any]) -> Event:
-    event_id, flat = entry[0].decode(), entry[1]
-    try:
-        fields = _pairs(flat)
-        if "t" in fields:
-            return TokenEvent(event_id, int(event_id.partition("-")[0]), int(fields["t"]))
-        return FinalEvent(
-            event_id,
-            FinishReason(_text(fields["reason"])),
-            _text(fields["error"]),
-            int(fields["num_prompt"]),
-            int(fields["num_generated"]),
-        )
-    except (KeyError, ValueError) as error:
-        raise DecodeError(f"event {event_id} of a request cannot be read: {error}") from error
-
-
-def _read_record(request_id: str, fields: Mapping[str, bytes]) -> LedgerRecord:
-    try:
-        return LedgerRecord(
-            request_id=request_id,
-            model_id=_text(fields["model_id"]),
-            layout_id=_text(fields["layout_id"]),
-            prompt_token_ids=_unpack_tokens(fields["prompt"]),
-            sampling=SamplingParams(**json.loads(fields["sampling"])),
-            max_position=int(fields["max_position"]),
-            stop_token_ids=_unpack_tokens(fields["stop"]),
-            epoch=int(fields["epoch"]),
-            created_unix_ms=int(fields["created_unix_ms"]),
-            deadline_unix_ms=int(fields["deadline_unix_ms"]),
-            committed_position=int(fields["committed"]),
-            finish_reason=_reason(fields["finish_reason"]),
-            error=_text(fields["error"]),
-        )
-    except (KeyError, ValueError, TypeError, CellpipeError) as error:
-        raise DecodeError(f"the ledger of request {request_id} cannot be read: {error}") from error
-
-
-def _pairs(flat: Sequence[bytes]) -> dict[str, bytes]:
-    return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
-
-
-def _pack_tokens(token_ids: Sequence[int]) -> bytes:
-    return np.array(token_ids, "<i4").tobytes()
-
-
-def _unpack_tokens(packed: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(packed, "<i4").tolist())
-
-
-def _reason(raw: bytes) -> FinishReason | None:
-    try:
-        return FinishReason(raw.decode()) if raw else None
-    except ValueError as error:
-        raise StoreDamaged(f"a ledger holds the finish reason {raw!r:.40}") from error
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "replace")
+        return [e.token_id for e in map(read_event, entries) if isinstance(e, TokenEvent)]

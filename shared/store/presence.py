@@ -12,12 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shared.errors import ConfigError
+import structlog
+
+from shared.errors import ConfigError, DecodeError, StoreDamaged
 from shared.store import keys
 from shared.store.connection import Call, Command, Connection, StoreFull
 from shared.store.presence_types import SchedulerInfo, WorkerInfo
 from shared.store.scripts import load_script
 from shared.topology import Layout
+
+log = structlog.get_logger()
 
 
 class Presence:
@@ -58,17 +62,19 @@ class Presence:
         return self._run_claim("adopt", layout, info, group_bytes, ())
 
     def heartbeat(self, layout: Layout, info: WorkerInfo) -> bool:
-        """Refresh a worker's presence. False when it had expired: then claim again."""
+        """Refresh a worker's presence. False when it or the claim was gone: then claim again."""
         key = keys.worker(layout.model_id, layout.layout_id, info.worker_id)
         replies = self._meta.run_all(
             [
                 ("PEXPIRE", key, self.ttl_ms),
                 # XX: never brings back a key that has expired, which then would never expire.
                 ("SET", key, info.to_json(), "XX", "KEEPTTL"),
+                ("HEXISTS", keys.claims(layout.model_id, layout.layout_id), info.worker_id),
             ],
-            keep=(StoreFull,),
+            keep=(StoreFull, StoreDamaged),
         )
-        return bool(replies[0])
+        present, _, claimed = replies
+        return bool(present == 1 and claimed == 1)
 
     def release(self, worker_id: str, layout: Layout) -> None:
         """Give up a worker's claim and presence."""
@@ -80,19 +86,31 @@ class Presence:
         )
 
     def workers(self, layout: Layout) -> list[WorkerInfo]:
-        """The live workers of a layout, by id. Raises `DecodeError` for a garbled entry."""
-        flat = self._meta.run(("HGETALL", keys.claims(layout.model_id, layout.layout_id)))
-        claims = sorted((flat[i].decode(), _groups(flat[i + 1])) for i in range(0, len(flat), 2))
+        """The live workers of a layout, by id.
+
+        A garbled entry counts as none, until its worker's next heartbeat writes it again.
+        """
+        try:
+            flat = self._meta.run(("HGETALL", keys.claims(layout.model_id, layout.layout_id)))
+        except StoreDamaged as error:
+            log.warning("claims_garbled", layout_id=layout.layout_id, reason=str(error))
+            return []
+        claims = sorted((_id(flat[i]), flat[i + 1]) for i in range(0, len(flat), 2))
         if not claims:
             return []
         texts = self._meta.run(
             ("MGET", *(keys.worker(layout.model_id, layout.layout_id, i) for i, _ in claims))
         )
-        return [
-            replace(WorkerInfo.from_json(text), groups=groups)
-            for (_, groups), text in zip(claims, texts, strict=True)
-            if text is not None
-        ]
+        found = []
+        for (worker_id, claim), text in zip(claims, texts, strict=True):
+            if text is None:
+                continue
+            try:
+                groups = _groups(claim, layout.num_groups)
+                found.append(replace(WorkerInfo.from_json(text), groups=groups))
+            except DecodeError as error:
+                log.warning("presence_garbled", worker_id=worker_id, reason=str(error))
+        return found
 
     def coverage(self, layout: Layout) -> list[int]:
         """How many live workers claim each group."""
@@ -110,7 +128,9 @@ class Presence:
             ("SET", key, info.to_json(), "PX", self.ttl_ms),
             ("SADD", keys.SCHEDULERS, info.scheduler_id),
         ]
-        refreshed, *written = self._meta.run_all(commands, keep=(StoreFull,))
+        refreshed, *written = self._meta.run_all(commands, keep=(StoreFull, StoreDamaged))
+        if isinstance(written[1], StoreDamaged):  # not a set any more: a new one fills up again
+            written[1] = self._meta.run_all([("DEL", keys.SCHEDULERS), commands[2]])
         if not refreshed:
             for reply in written:
                 if isinstance(reply, Exception):
@@ -124,7 +144,12 @@ class Presence:
 
     def schedulers(self) -> list[SchedulerInfo]:
         """The live schedulers, by id; forgets those that are gone."""
-        ids = sorted(raw.decode() for raw in self._meta.run(("SMEMBERS", keys.SCHEDULERS)))
+        try:
+            members = self._meta.run(("SMEMBERS", keys.SCHEDULERS))
+        except StoreDamaged as error:
+            log.warning("schedulers_garbled", reason=str(error))
+            return []
+        ids = sorted(map(_id, members))
         if not ids:
             return []
         texts = self._meta.run(("MGET", *map(keys.scheduler, ids)))
@@ -132,7 +157,15 @@ class Presence:
         if gone := [scheduler_id for scheduler_id, text in alive.items() if text is None]:
             # One that returns right now adds itself again with its next heartbeat.
             self._meta.run(("SREM", keys.SCHEDULERS, *gone))
-        return [SchedulerInfo.from_json(text) for text in texts if text is not None]
+        found = []
+        for scheduler_id, text in alive.items():
+            if text is None:
+                continue
+            try:
+                found.append(SchedulerInfo.from_json(text))
+            except DecodeError as error:
+                log.warning("presence_garbled", scheduler_id=scheduler_id, reason=str(error))
+        return found
 
     def _run_claim(
         self,
@@ -159,11 +192,18 @@ class Presence:
                 ),
             )
         )
-        return _groups(held)
+        return _groups(held, layout.num_groups)
 
 
-def _groups(raw: bytes) -> tuple[int, ...]:
-    return tuple(sorted(int(group) for group in raw.split(b",") if group))
+def _id(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")  # one that is not UTF-8 is garbage, and has no presence
+
+
+def _groups(raw: bytes, num_groups: int) -> tuple[int, ...]:
+    parts = [part for part in raw.split(b",") if part]
+    if not all(part.isdigit() and int(part) < num_groups for part in parts):
+        raise DecodeError(f"claim {raw!r:.80} is no list of groups in 0..{num_groups - 1}")
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def _check_fit(

@@ -8,10 +8,24 @@ local coverage = {}
 for group = 0, num_groups - 1 do
   coverage[group] = 0
 end
+local function is_claim(text)
+  for group in string.gmatch(text, '[^,]+') do
+    if not coverage[tonumber(group)] then
+      return false
+    end
+  end
+  return true
+end
 local held = ''
-local claims = redis.call('HGETALL', KEYS[1])
+local claims = redis.pcall('HGETALL', KEYS[1])
+if claims.err then
+  redis.call('DEL', KEYS[1])  -- no hash any more: workers claim again with their next heartbeat
+  claims = {}
+end
 for i = 1, #claims, 2 do
-  if claims[i] == worker_id then
+  if not is_claim(claims[i + 1]) then
+    redis.call('HDEL', KEYS[1], claims[i])
+  elseif claims[i] == worker_id then
     held = claims[i + 1]
   elseif redis.call('EXISTS', ARGV[3] .. claims[i]) == 1 then
     for group in string.gmatch(claims[i + 1], '%d+') do

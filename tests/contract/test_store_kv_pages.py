@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import ConfigError, KvMissing
+from shared.errors import ConfigError, KvMissing, StoreDamaged
 from shared.store import keys
 from shared.store.connection import Stores, connect
 from shared.store.kv_pages import KvPages, KvRows
@@ -159,3 +159,23 @@ def test_rows_stay_contiguous_whatever_is_written(writes: list[tuple[int, int]])
     assert pages.num_rows("r", 0) == present
     assert pages.read("r", 0, 0, present) == rows(0, present)
     stores.close()
+
+
+@pytest.mark.parametrize("page", [0, 1, 2])
+def test_a_page_of_another_type_holds_no_rows_and_can_be_written_again(
+    pages: KvPages, stores: Stores, page: int
+) -> None:
+    pages.write("r", 0, 0, rows(0, 40))
+    key = keys.kv_page("r", "even2", 0, page)
+    stores.kv.run(("DEL", key))
+    stores.kv.run(("HSET", key, "a", "b"))
+
+    with pytest.raises(StoreDamaged):
+        pages.read("r", 0, 0, 40)
+    if page:  # the rows right before position 40 are there, or not
+        assert isinstance(
+            pages.write_all([KvRows("r", 0, 16 * page + 4, rows(0, 1))])[0], KvMissing
+        )
+    pages.write("r", 0, 0, rows(0, 40))
+
+    assert pages.read("r", 0, 0, 40) == rows(0, 40)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shared.errors import DecodeError, RequestError
+from shared.errors import DecodeError, RequestError, StoreDamaged
 from shared.messages import FinishReason, SamplingParams
 from shared.store import keys
 from shared.store.connection import Stores
@@ -246,3 +247,60 @@ def test_all_keys_of_a_request_share_a_slot() -> None:
 
     assert {name[name.index("{") : name.index("}")] for name in names} == {"{r"}
     assert all(name.startswith("cellpipe:v1:") for name in names)
+
+
+def test_a_buried_request_ends_after_the_last_token_that_a_reader_saw(
+    ledger: Ledger, stores: Stores
+) -> None:
+    for position in (3, 4, 5):
+        ledger.commit("req-1", 4, position, position)
+    stores.meta.run(("DEL", keys.ledger("req-1")))
+
+    ledger.bury(dataclasses.replace(RECORD, prompt_token_ids=(), error="lost"))
+
+    (final,) = ledger.events("req-1", after="5-0")
+    assert isinstance(final, FinalEvent)
+    assert (final.finish_reason, final.error) == (FinishReason.ERROR, "lost")
+    assert ledger.tokens("req-1") == []
+
+
+def test_a_request_with_events_and_no_record_is_not_admitted_again(
+    ledger: Ledger, stores: Stores
+) -> None:
+    ledger.commit("req-1", 4, 3, 11)
+    stores.meta.run(("DEL", keys.ledger("req-1")))
+
+    with pytest.raises(StoreDamaged, match="record of request req-1"):
+        ledger.admit(RECORD)
+
+
+DAMAGES = [
+    ("ledger", "SET", "garbage"),
+    ("ledger", "HDEL", "committed"),
+    ("ledger", "HSET", "committed", "x"),
+    ("ledger", "HSET", "finish_reason", "x"),
+    ("events", "SET", "garbage"),
+    ("events", "XADD", "999999-0", "zz", "1"),
+    ("events", "DEL"),
+]
+
+
+@pytest.mark.parametrize("command", DAMAGES)
+def test_a_damaged_request_is_ended_or_buried_and_never_retried(
+    ledger: Ledger, stores: Stores, command: tuple[str, ...]
+) -> None:
+    ledger.commit("req-1", 4, 3, 11)
+    key = {"ledger": keys.ledger, "events": keys.events}[command[0]]("req-1")
+    stores.meta.run((command[1], key, *command[2:]))
+
+    with contextlib.suppress(StoreDamaged):
+        ledger.commit("req-1", 4, 3, 11)
+    with contextlib.suppress(StoreDamaged):
+        ledger.commit("req-1", 4, 4, 12, FinishReason.LENGTH)
+    ledger.finish("req-1", FinishReason.ERROR, "damaged")
+    state = ledger.states(["req-1", "nobody"])["req-1"]
+
+    assert state.finish_reason is not None
+    ledger.bury(dataclasses.replace(RECORD, prompt_token_ids=(), error="damaged"))
+    assert ledger.get("req-1") is not None
+    assert [type(event) for event in ledger.events("req-1")] == [FinalEvent]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.errors import ConfigError, DecodeError
+from shared.errors import ConfigError
 from shared.store import keys
 from shared.store.connection import Stores
 from shared.store.presence import Presence
@@ -184,14 +184,67 @@ def test_layouts_have_presence_of_their_own(presence: Presence) -> None:
     "text", ["", "[]", "{}", '{"worker_id": 1}', '{"worker_id": "w0", "pid": true}',
              '{"worker_id": "w0", "state": "asleep"}', '{"worker_id": "w0", "groups": ["x"]}']
 )  # fmt: skip
-def test_a_garbled_presence_is_a_decode_error(
+def test_a_garbled_presence_hides_one_worker_until_its_next_heartbeat(
     presence: Presence, stores: Stores, text: str
 ) -> None:
     presence.claim(LAYOUT, WorkerInfo("w0"), SIZES)
-    stores.meta.run(("SET", keys.worker("tiny@0123", LAYOUT.layout_id, "w0"), text))
+    presence.claim(LAYOUT, WorkerInfo("w1"), SIZES)
+    stores.meta.run(("SET", keys.worker("tiny@0123", LAYOUT.layout_id, "w0"), text, "KEEPTTL"))
 
-    with pytest.raises(DecodeError, match="presence"):
-        presence.workers(LAYOUT)
+    garbled = presence.coverage(LAYOUT)
+    presence.heartbeat(LAYOUT, WorkerInfo("w0"))
+
+    assert garbled == [0, 1, 0]
+    assert presence.coverage(LAYOUT) == [1, 1, 0]
+
+
+@pytest.mark.parametrize("claim", ["x", "0,x", "77", "0,3", "-1", "1.5", b"\xff"])
+def test_a_garbled_claim_counts_as_none_and_is_claimed_again(
+    presence: Presence, stores: Stores, claim: str | bytes
+) -> None:
+    presence.claim(LAYOUT, WorkerInfo("w0"), SIZES)
+    key = keys.claims(LAYOUT.model_id, LAYOUT.layout_id)
+    stores.meta.run(("HSET", key, "w0", claim))
+
+    garbled = presence.workers(LAYOUT)
+    adopted = presence.adopt_uncovered(LAYOUT, WorkerInfo("w0"), SIZES)
+    is_fresh = presence.heartbeat(LAYOUT, WorkerInfo("w0"))
+    claimed = presence.claim(LAYOUT, WorkerInfo("w0"), SIZES, wanted=(0,))
+
+    assert (garbled, adopted, is_fresh) == ([], (), False)
+    assert claimed == (0,)
+    assert presence.coverage(LAYOUT) == [1, 0, 0]
+
+
+@pytest.mark.parametrize("loss", [("DEL",), ("SET", "garbage"), ("RPUSH", "garbage")])
+def test_lost_claims_are_claimed_again(
+    presence: Presence, stores: Stores, loss: tuple[str, ...]
+) -> None:
+    presence.claim(LAYOUT, WorkerInfo("w0"), SIZES)
+    key = keys.claims(LAYOUT.model_id, LAYOUT.layout_id)
+    stores.meta.run(("DEL", key))
+    stores.meta.run((loss[0], key, *loss[1:]))
+
+    lost = presence.coverage(LAYOUT)
+    is_fresh = presence.heartbeat(LAYOUT, WorkerInfo("w0"))
+    presence.claim(LAYOUT, WorkerInfo("w0"), SIZES, wanted=(1,))
+
+    assert (lost, is_fresh) == ([0, 0, 0], False)
+    assert presence.coverage(LAYOUT) == [0, 1, 0]
+
+
+def test_garbled_schedulers_are_seen_again_with_their_next_heartbeat(
+    presence: Presence, stores: Stores
+) -> None:
+    presence.scheduler_heartbeat(SchedulerInfo("s0"))
+    stores.meta.run(("SET", keys.SCHEDULERS, "garbage"))
+    stores.meta.run(("SET", keys.scheduler("s0"), "{", "KEEPTTL"))
+
+    garbled = presence.schedulers()
+    presence.scheduler_heartbeat(SchedulerInfo("s0"))
+
+    assert garbled == []
+    assert presence.schedulers() == [SchedulerInfo("s0")]
 
 
 def test_a_presence_of_a_newer_version_is_read() -> None:
