@@ -176,6 +176,7 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
     """
     from shared.store.ledger import START
     from shared.store.ledger_types import FinalEvent, TokenEvent
+    from shared.text.detokenizer import Detokenizer
 
     answer = Answer()
     detokenizer = Detokenizer(session.tokenizer)
