@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from shared.broker.memory import MemoryBroker, MemoryHub
+from shared.errors import ConfirmTimeout
 
 
 class Crash(BaseException):
@@ -83,3 +84,24 @@ class LosableBroker:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+class DeafBroker:
+    """A broker that swallows the publish calls numbered in `lost`: their confirm never comes."""
+
+    def __init__(self, inner: Any, lost: Container[int]) -> None:
+        self.num_calls = 0
+        self._inner = inner
+        self._lost = lost
+
+    def publish(self, messages: Any) -> Any:
+        self.num_calls += 1
+        return _NoConfirm() if self.num_calls in self._lost else self._inner.publish(messages)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _NoConfirm:
+    def wait(self, timeout_s: float) -> None:
+        raise ConfirmTimeout(f"no confirm within {timeout_s:g} s")

@@ -12,7 +12,7 @@ from shared import codec
 from shared.messages import FinishReason, Reply, Request, SamplingParams, Step
 from shared.store import keys
 from shared.topology import REQUESTS_QUEUE
-from tests.faults import Crash, LosableBroker, Tripwire
+from tests.faults import Crash, DeafBroker, LosableBroker, Tripwire
 from tests.rig import SAMPLED, Rig, assert_answers, expected_tokens, prompt_of
 
 PROMPT = prompt_of(20)
@@ -255,6 +255,21 @@ def test_a_scheduler_that_dies_anywhere_leaves_a_request_that_is_answered(
     assert len(replies) == (2 if (method, after) == ("ack", False) else 1)
     assert {reply.token_ids for reply in replies} == {tuple(expected_tokens(PROMPT, seeded))}
     assert rig.num_kv_rows("r") == [0, 0]
+
+
+def test_a_start_or_a_reply_that_was_not_confirmed_is_sent_again() -> None:
+    rig = Rig(2)
+    rig.add_workers()
+    rig.open_reply_queue("mine")
+    deaf = DeafBroker(rig.new_broker(), lost={1, 2, 4, 5})
+    scheduler = rig.add_scheduler(broker=deaf)
+
+    rig.submit(make_request(), reply_to="mine")
+    run_until_idle(rig, scheduler)
+
+    assert deaf.num_calls == 6  # the start is the third, the reply the sixth
+    assert len(rig.replies("mine")) == 1
+    assert_answers(rig, [("r", PROMPT, SAMPLED)])
 
 
 def test_a_request_that_ended_unanswered_is_answered_by_the_next_scheduler() -> None:

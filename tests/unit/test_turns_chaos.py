@@ -106,6 +106,8 @@ def test_no_fault_changes_a_token_or_an_end(strikes: Sequence[tuple[Any, ...]]) 
     for strike in strikes:
         cluster.strike(*strike)
         rig.turn()
+    rig.run_until(lambda: rig.num_messages(REQUESTS_QUEUE) == 0)
+    rig.clock.sleep(LIMITS.park_limit_s)  # a late copy may wait for rows that are deleted
     rig.run_until_quiet()
 
     assert_answers(rig, ASKED)

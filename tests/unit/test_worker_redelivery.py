@@ -13,7 +13,7 @@ from services.worker.limits import WorkerLimits
 from shared import codec
 from shared.errors import StoreUnavailable
 from shared.messages import Step
-from tests.faults import Crash, LosableBroker, Tripwire
+from tests.faults import Crash, DeafBroker, LosableBroker, Tripwire
 from tests.rig import GREEDY, SAMPLED, Rig, assert_answers, expected_tokens, prompt_of
 
 PROMPT = prompt_of(30)
@@ -103,6 +103,31 @@ def test_a_call_that_fails_in_any_place_only_delays(
     finish_asked(rig)
 
     assert wire.num_calls > 4
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_what_was_not_confirmed_is_sent_again(group: int) -> None:
+    rig = Rig(2, limits=SLICED)
+    deaf = DeafBroker(rig.new_broker(), lost={1, 3, 4, 9})
+    rig.add_worker(group, broker=deaf)
+    rig.add_worker(1 - group)
+
+    start_asked(rig)
+    finish_asked(rig)
+
+    assert deaf.num_calls > 9
+
+
+def test_a_batch_that_fails_here_goes_to_a_worker_that_can() -> None:
+    # given a worker that can never write its rows
+    rig = Rig(2)
+    wire = add_failing_worker(rig, 0, "kv_pages", "write_all", StoreUnavailable("down"), times=None)
+    rig.add_worker(1)
+    start_asked(rig)
+    rig.run_until(lambda: wire.num_calls == 3)
+
+    rig.add_worker(0)
+    finish_asked(rig)
 
 
 def test_a_repeat_of_a_confirmed_step_is_acked_without_output() -> None:
