@@ -11,7 +11,7 @@ is no int), sizes are checked against each other and against limits before anyth
 from them, the dtype table is closed, and there are no extension types. The numbers inside a tensor
 are not judged here: the kernel refuses what is not finite.
 
-Reading is in this module, the field checks in `codec_fields`.
+Maps are read in `codec_frames`, their fields checked in `codec_fields`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import msgpack
 
@@ -37,6 +37,7 @@ from shared.codec_fields import (
     take_tokens,
     unpack_tensors,
 )
+from shared.codec_frames import JSON, MAX_FRAME_BYTES, MSGPACK, read_map, request_id_of
 from shared.errors import DecodeError, RequestError
 from shared.messages import (
     MAX_SEED,
@@ -49,11 +50,16 @@ from shared.messages import (
     Step,
 )
 
-MSGPACK = "application/msgpack"
-JSON = "application/json"
-MAX_FRAME_BYTES = 8 << 20
-_MAX_ARRAY_LEN = 1 << 20  # token ids; an array element costs 8 bytes once read, a wire byte or more
-_MAX_MAP_LEN = 64
+__all__ = [
+    "JSON",
+    "MAX_FRAME_BYTES",
+    "MSGPACK",
+    "decode",
+    "encode",
+    "encode_json",
+    "request_id_of",
+]
+
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 
 _packers = threading.local()  # a Packer keeps its buffer, which costs more to make than a step
@@ -87,57 +93,13 @@ def decode(body: bytes, content_type: str = MSGPACK) -> Message:
     well-formed request that cannot be served; both are `PermanentError`. An empty `content_type`
     means msgpack.
     """
-    media_type = content_type.partition(";")[0].strip().lower()
-    if len(body) > MAX_FRAME_BYTES:
-        raise DecodeError(f"frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
-    if media_type in (MSGPACK, ""):
-        raw = _read_msgpack(body)
-    elif media_type == JSON:
-        raw = _read_json(body)
-    else:
-        raise DecodeError(f"content_type must be {MSGPACK} or {JSON}, got {content_type!r:.80}")
-    if not isinstance(raw, dict):
-        raise DecodeError(f"frame must be a map, got {type(raw).__name__}")
+    media_type, raw = read_map(body, content_type)
     kind = raw.get("kind", "request.v1" if media_type == JSON else None)
     if not isinstance(kind, str) or kind not in _READERS:
         raise DecodeError(f"kind must be one of {', '.join(_READERS)}, got {kind!r:.80}")
     if media_type == JSON and kind not in ("request.v1", "reply.v1"):
         raise DecodeError(f"only request.v1 and reply.v1 may be JSON, got {kind}")
     return _READERS[kind](raw)
-
-
-def _refuse_ext(code: int, data: bytes) -> NoReturn:
-    raise ValueError(f"extension type {code} is not allowed")
-
-
-def _read_msgpack(body: bytes) -> Any:
-    try:
-        return msgpack.unpackb(
-            body,
-            raw=False,
-            strict_map_key=True,
-            ext_hook=_refuse_ext,
-            max_bin_len=MAX_FRAME_BYTES,
-            max_str_len=MAX_FRAME_BYTES,
-            max_array_len=_MAX_ARRAY_LEN,
-            max_map_len=_MAX_MAP_LEN,
-            max_ext_len=0,  # also refuses timestamps, which never reach the hook
-        )
-    # Everything msgpack raises for bad bytes is one of these: its own errors are ValueErrors, and
-    # the pure Python version also lets a TypeError through for a key that cannot be hashed.
-    except (ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise DecodeError(f"frame is not msgpack: {error!s:.200}") from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _read_json(body: bytes) -> Any:
-    try:
-        return json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise DecodeError(f"request is not JSON: {error!s:.200}") from error
 
 
 def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:

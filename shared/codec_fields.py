@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import DecodeError, RequestError
+from shared.messages import MAX_TOKEN_ID
 
 MAX_TENSOR_BYTES = 8 << 20
 MAX_TENSORS = 16
 MAX_RANK = 4
 _MAX_NAME_CHARS = 64
-_MAX_TOKEN_ID = 2**31 - 1
 
 # Closed: np.dtype(text) raises SyntaxError on some foreign text and makes objects of other.
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -114,7 +114,7 @@ def take_tokens(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
     for number, value in enumerate(values):
         if type(value) is not int:
             raise _bad(f"{name}[{number}]", "an integer", value)
-        if not 0 <= value <= _MAX_TOKEN_ID:
+        if not 0 <= value <= MAX_TOKEN_ID:
             raise RequestError(f"{name}[{number}] must be in 0..2**31-1, got {value!r:.80}")
     return values
 

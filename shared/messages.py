@@ -23,6 +23,9 @@ from shared.errors import DecodeError, RequestError
 
 MAX_TOKENS_LIMIT = 1_048_576
 MAX_SEED = 2**64 - 1
+MAX_TOKEN_ID = 2**31 - 1
+MAX_LIST_LEN = 1 << 20  # token ids or chat messages of one request
+MAX_UNIX_MS = 2**53 - 1
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
 
 
@@ -100,10 +103,24 @@ class Request:
             raise RequestError("token_ids must not be empty")
         if self.messages is not None and not self.messages:
             raise RequestError("messages must not be empty")
-        if self.deadline_unix_ms < 0:
+        if not 0 <= self.deadline_unix_ms <= MAX_UNIX_MS:
             raise RequestError(
-                f"deadline_unix_ms must not be negative, got {self.deadline_unix_ms}"
+                f"deadline_unix_ms must be in 0..2**53-1, got {self.deadline_unix_ms}"
             )
+        for name in ("messages", "token_ids"):
+            items = getattr(self, name) or ()
+            if len(items) > MAX_LIST_LEN:
+                raise RequestError(f"{name} must be at most {MAX_LIST_LEN}, got {len(items)}")
+        for number, token_id in enumerate(self.token_ids or ()):
+            if not 0 <= token_id <= MAX_TOKEN_ID:
+                raise RequestError(
+                    f"token_ids[{number}] must be in 0..2**31-1, got {token_id!r:.80}"
+                )
+        _check_text("prompt", self.prompt or "")
+        _check_text("model", self.model)
+        for message in self.messages or ():
+            _check_text("a message", message.role)
+            _check_text("a message", message.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,3 +190,15 @@ def check_request_id(request_id: str) -> None:
         raise RequestError(
             f"request_id must be 1-64 letters, digits, '-' or '_', got {request_id!r:.80}"
         )
+
+
+def _check_text(name: str, text: str) -> None:
+    """Raise `RequestError` for what UTF-8 cannot carry, such as bytes that Python escaped."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{name} is no valid Unicode: a lone surrogate at {error.start}",
+                remedy="give text in UTF-8",
+            ) from error

@@ -14,6 +14,8 @@ from shared.store.ledger import START, Ledger
 from shared.store.ledger_types import Event, FinalEvent
 from shared.topology import REQUESTS_QUEUE
 
+DEADLINE_GRACE_MS = 10_000  # for a scheduler that waits for a server, or is replaced by another
+
 
 def new_request_id() -> str:
     """A fresh request id: 96 random bits in hex, behind "r-"."""
@@ -32,9 +34,15 @@ class Producer:
 
         Raises `PublishRefused` when the queue is full, `Unroutable` when no cluster has ever
         declared it, `ConfirmTimeout` or `BrokerUnavailable` when its fate is unknown: submitting
-        the same request_id again is then safe.
+        the same request_id again is then safe. Raises `RequestError` for one that is too large.
         """
-        outgoing = Outgoing(REQUESTS_QUEUE, codec.encode(request), persistent=True)
+        body = codec.encode(request)
+        if len(body) > codec.MAX_FRAME_BYTES:
+            raise RequestError(
+                f"the request takes {len(body)} bytes, over the limit of {codec.MAX_FRAME_BYTES}",
+                remedy="send a shorter prompt",
+            )
+        outgoing = Outgoing(REQUESTS_QUEUE, body, persistent=True)
         self._broker.publish([outgoing]).wait(timeout_s)
 
     def events(
@@ -44,11 +52,13 @@ class Producer:
         after: str = START,
         silence_s: float | None = None,
         on_silence: Callable[[], None] | None = None,
+        deadline_unix_ms: int = 0,
     ) -> Iterator[Event]:
         """Yield a request's events after the event id `after`, ending with the final one.
 
         Calls `on_silence` about once a second while nothing comes, and raises `TransientError`
-        after `silence_s` seconds of it.
+        after `silence_s` seconds of it, or when the request's deadline is over and its end, which
+        the scheduler then writes, does not come.
         """
         heard_s = time.monotonic()
         while True:
@@ -64,6 +74,11 @@ class Producer:
                 continue
             if on_silence is not None:
                 on_silence()
+            if 0 < deadline_unix_ms < _unix_ms() - DEADLINE_GRACE_MS:
+                raise TransientError(
+                    f"the deadline of request {request_id} has passed, and nobody has ended it",
+                    remedy="look at the cluster: cellpipe status",
+                )
             if silence_s is not None and time.monotonic() - heard_s > silence_s:
                 raise TransientError(
                     f"nothing was heard of request {request_id} for {silence_s:g} s",
@@ -79,3 +94,7 @@ class Producer:
             [request_id]
         ):
             raise RequestError(f"request {request_id} is not known")
+
+
+def _unix_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any
@@ -17,6 +18,8 @@ from shared.logs import redact
 
 def main(argv: list[str] | None = None) -> Any:
     """Entry point. Every error of ours becomes one line, its remedy a second, and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may say what this terminal cannot
     try:
         return app(args=argv, prog_name="cellpipe")
     except CellpipeError as error:

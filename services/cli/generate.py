@@ -12,11 +12,13 @@ import typer
 
 from services.cli.settings import DEFAULT_MODEL, load_config
 from services.cli.tree import EXIT_INTERRUPTED, app
-from shared.errors import PermanentError, RequestError
+from shared.errors import ConfigError, PermanentError, RequestError, StoreDamaged
 from shared.messages import ChatMessage, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
     from services.cli.session import Session
+
+MAX_TIMEOUT_S = 1e9
 
 Model = Annotated[
     str,
@@ -96,7 +98,8 @@ def run(
     from shared.producer import new_request_id
 
     config = load_config(log_level="warning")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    _check_timeout(timeout)
+    text = _read_stdin() if prompt == "-" else prompt
     sampling = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
     )
@@ -149,6 +152,7 @@ def chat(
     from shared.producer import new_request_id
 
     config = load_config(log_level="warning")
+    _check_timeout(timeout)
     sampling = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
     )
@@ -172,7 +176,7 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
     """Submit a request and follow it to its end; print text as it comes if `echo`.
 
     Ctrl-C cancels the request and returns what there is. Raises `PermanentError` with the
-    request's own error when it fails.
+    request's own error when it fails, `TransientError` when its end is not heard of in time.
     """
     from shared.store.ledger import START
     from shared.store.ledger_types import FinalEvent, TokenEvent
@@ -186,7 +190,10 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
     while answer.finish_reason is None:
         try:
             for event in session.producer.events(
-                request.request_id, after=after, on_silence=session.check
+                request.request_id,
+                after=after,
+                on_silence=session.check,
+                deadline_unix_ms=request.deadline_unix_ms,
             ):
                 after = event.event_id
                 answer.total_s = time.perf_counter() - started_s
@@ -201,6 +208,11 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
                     answer.num_prompt_tokens = event.num_prompt_tokens
                     if event.finish_reason is FinishReason.ERROR:
                         raise PermanentError(event.error)
+                    if event.num_generated != len(answer.token_ids):
+                        raise StoreDamaged(
+                            f"{len(answer.token_ids)} of {event.num_generated} tokens came: "
+                            "the store has lost the others"
+                        )
         except KeyboardInterrupt:
             _cancel(session, request.request_id)  # its final event ends the loop
     return answer
@@ -225,8 +237,28 @@ def _conversation(system: str | None, turns: list[ChatMessage]) -> tuple[ChatMes
     return (*([ChatMessage("system", system)] if system is not None else []), *turns)
 
 
+def _check_timeout(timeout_s: float) -> None:
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:  # NaN is neither
+        raise ConfigError(
+            f"--timeout must be over 0 and at most {MAX_TIMEOUT_S:g} s, got {timeout_s}"
+        )
+
+
 def _deadline(timeout_s: float) -> int:
     return int((time.time() + timeout_s) * 1000)
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise _bad_stdin(error) from error
+
+
+def _bad_stdin(error: UnicodeDecodeError) -> RequestError:
+    return RequestError(
+        f"standard input is no valid Unicode ({error.encoding}): {error.reason}, byte {error.start}"
+    )
 
 
 def _read_line() -> str:
@@ -234,3 +266,5 @@ def _read_line() -> str:
         return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
         return ""
+    except UnicodeDecodeError as error:
+        raise _bad_stdin(error) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from shared.store.connection import connect
 from shared.store.shards import ShardStore
 from shared.topology import DEAD_QUEUE, REQUESTS_QUEUE, group_queue
 from tests.gguf_files import TinyModel, write_gguf
-from tests.processes import ProcessCluster, cellpipe
+from tests.processes import CELLPIPE, REPO, ProcessCluster, cellpipe, environment
 
 CLOSED_PORT_URL = "127.0.0.1:1"
 
@@ -100,6 +101,38 @@ def test_a_malformed_url_is_refused(url: str) -> None:
     result = cellpipe("worker", settings=settings)
 
     assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"caf\xe9"])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize("way", ["stdin", "argument", "chat"])
+def test_a_prompt_that_is_not_utf_8_is_refused_by_name(
+    tiny_gguf: Path, tmp_path: Path, text: bytes, locale: str, way: str
+) -> None:
+    command = ["chat"] if way == "chat" else ["run", "-" if way == "stdin" else text]
+
+    result = subprocess.run(
+        [*CELLPIPE, *command, "--embedded", "--model", str(tiny_gguf)],
+        env=environment({"CELLPIPE_CACHE_DIR": str(tmp_path), "LC_ALL": locale}),
+        cwd=REPO,
+        input=b"" if way == "argument" else text + b"\n",
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert result.returncode == 1
+    assert b"Unicode" in result.stderr
+    assert b"Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "1e13", "1e300"])
+def test_an_impossible_timeout_is_refused_before_anything_starts(seconds: str) -> None:
+    result = cellpipe("run", "--embedded", "hello", "--timeout", seconds)
+
+    assert result.returncode == 2
+    assert "--timeout" in result.stderr
     assert "Traceback" not in result.stderr
 
 

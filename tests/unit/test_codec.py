@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.codec import JSON, decode, encode
-from shared.errors import DecodeError, RequestError
+from shared.codec import JSON, MSGPACK, decode, encode, encode_json, request_id_of
+from shared.errors import DecodeError, PermanentError, RequestError
 from shared.messages import (
     ChatMessage,
     FinishReason,
@@ -22,7 +23,7 @@ from shared.messages import (
     SamplingParams,
     Step,
 )
-from tests.unit.codec_examples import EXAMPLES, STEP, frame
+from tests.unit.codec_examples import EXAMPLES, REQUEST, STEP, frame
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -125,6 +126,28 @@ requests = st.one_of(
     ),
     st.builds(Request, request_ids, token_ids=token_ids),
 )
+any_texts = st.text(max_size=20)  # lone surrogates too
+any_ints = st.integers() | st.integers(-3, 3) | st.sampled_from([2**31, 2**53, 2**64, -(2**63)])
+any_request_fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "prompt": any_texts,
+        "messages": st.lists(st.builds(ChatMessage, any_texts, any_texts)).map(tuple),
+        "token_ids": st.lists(any_ints, max_size=5).map(tuple),
+        "model": any_texts,
+        "deadline_unix_ms": any_ints,
+    },
+)
+any_sampling_fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.floats(),
+        "top_k": any_ints,
+        "top_p": st.floats(),
+        "seed": st.none() | any_ints,
+        "max_tokens": any_ints,
+    },
+)
 replies = st.builds(
     Reply,
     request_ids,
@@ -175,3 +198,45 @@ def test_any_message_survives_the_wire(message: Message) -> None:
 def test_any_bytes_give_a_message_or_one_error(body: bytes, content_type: str) -> None:
     with contextlib.suppress(DecodeError, RequestError):
         assert isinstance(decode(body, content_type), Message)
+
+
+@given(any_request_fields, any_sampling_fields)
+def test_a_request_that_can_be_made_can_be_read(
+    fields: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    try:
+        request = Request("r", sampling=SamplingParams(**sampling), **fields)
+    except RequestError:
+        return
+
+    assert decode(encode(request)) == request
+    assert decode(encode_json(request), JSON) == request
+
+
+def test_a_request_with_too_many_tokens_or_messages_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="token_ids"):
+        Request("r", token_ids=(1,) * (2**20 + 1))
+    with pytest.raises(RequestError, match="messages"):
+        Request("r", messages=(ChatMessage("user", ""),) * (2**20 + 1))
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "request_id"),
+    [
+        (encode(REQUEST)[:-1], MSGPACK, ""),
+        (frame(REQUEST, messages=7), MSGPACK, "req-1"),
+        (frame(REQUEST, request_id="-" * 99), MSGPACK, ""),
+        (frame(REQUEST, request_id=7), MSGPACK, ""),
+        (b'{"request_id": "r", "prompt": 7}', JSON, "r"),
+        (b"[]", JSON, ""),
+        (b"\xff", JSON, ""),
+        (b"", "text/plain", ""),
+    ],
+)
+def test_the_id_of_a_refused_request_is_found_if_it_has_one(
+    body: bytes, content_type: str, request_id: str
+) -> None:
+    with pytest.raises(PermanentError):
+        decode(body, content_type)
+
+    assert request_id_of(body, content_type) == request_id
