@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.scheduler.admission import Plan
-from shared.messages import FinishReason, Request
+from shared.messages import FinishReason, SamplingParams
 from shared.store.ledger_types import LedgerRecord
 from shared.topology import Layout
 
@@ -36,15 +36,15 @@ def plan_of(record: LedgerRecord) -> Plan:
 
 
 def refusal_of(
-    request: Request, layout: Layout, error: str, *, created_unix_ms: int
+    request_id: str, layout: Layout, error: str, *, created_unix_ms: int
 ) -> LedgerRecord:
     """The record of a request that was never admitted, and why."""
     return LedgerRecord(
-        request_id=request.request_id,
+        request_id=request_id,
         model_id=layout.model_id,
         layout_id=layout.layout_id,
         prompt_token_ids=(),
-        sampling=request.sampling,
+        sampling=SamplingParams(),
         max_position=0,
         created_unix_ms=created_unix_ms,
         finish_reason=FinishReason.ERROR,

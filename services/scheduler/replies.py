@@ -34,10 +34,10 @@ def send_reply(broker: Broker, delivery: Delivery, reply: Reply, *, timeout_s: f
         log.warning("reply_queue_gone", queue=delivery.reply_to, request_id=reply.request_id)
 
 
-def refusal_reply(delivery: Delivery, error: str) -> Reply:
-    """The reply to a message that could not be read: only its correlation id names it."""
+def refusal_reply(delivery: Delivery, request_id: str, error: str) -> Reply:
+    """The reply to a message that could not be read, which may name its request or not."""
     return Reply(
-        request_id=delivery.correlation_id[:64],
+        request_id=request_id or delivery.correlation_id[:64],
         finish_reason=FinishReason.ERROR,
         text="",
         token_ids=(),

@@ -136,9 +136,12 @@ class Scheduler:
             self._hold(request.request_id, delivery, request.deadline_unix_ms)
 
     def _refuse_unreadable(self, delivery: Delivery, error: str) -> None:
-        log.warning("request_refused", reason=error, bytes=len(delivery.body))
+        request_id = codec.request_id_of(delivery.body, delivery.content_type)
+        log.warning("request_refused", request_id=request_id, reason=error)
+        if request_id:  # whoever waits for its events hears why, unless it is known by a better one
+            self._ledger.refuse(self._refusal(request_id, error))
         try:
-            self._send_reply(delivery, refusal_reply(delivery, error))
+            self._send_reply(delivery, refusal_reply(delivery, request_id, error))
         except PublishRefused as refused:
             log.warning("reply_given_up", queue=delivery.reply_to, reason=str(refused))
         self._broker.reject(delivery, requeue=False)
@@ -147,10 +150,7 @@ class Scheduler:
         try:
             plan = plan_request(request, self._model, draw_seed=self._draw_seed)
         except RequestError as error:
-            refused = refusal_of(
-                request, self._model.layout, _with_remedy(error), created_unix_ms=_unix_ms()
-            )
-            self._ledger.refuse(refused)
+            self._ledger.refuse(self._refusal(request.request_id, _with_remedy(error)))
             log.warning("request_refused", request_id=request.request_id, reason=str(error))
             self._hold(request.request_id, delivery, request.deadline_unix_ms)
             return
@@ -211,9 +211,7 @@ class Scheduler:
         Its message would start it again, but not from where its readers are.
         """
         error = f"{reason}; send it again under a new id"
-        self._ledger.bury(
-            refusal_of(request, self._model.layout, error, created_unix_ms=_unix_ms())
-        )
+        self._ledger.bury(self._refusal(request.request_id, error))
         if self._kv_pages is not None:
             num_positions = self._model.config.max_position_embeddings
             self._kv_pages.delete(request.request_id, self._model.layout.num_groups, num_positions)
@@ -301,6 +299,10 @@ class Scheduler:
             num_prompt_tokens=record.num_prompt_tokens,
             error=record.error,
         )
+
+    def _refusal(self, request_id: str, error: str) -> LedgerRecord:
+        layout = self._model.layout
+        return refusal_of(request_id, layout, error, created_unix_ms=_unix_ms())
 
     def _send_reply(self, delivery: Delivery, reply: Reply) -> None:
         send_reply(self._broker, delivery, reply, timeout_s=self._limits.confirm_timeout_s)

@@ -26,6 +26,9 @@ end
 if position ~= committed + 1 then
   return {'gap', row[2]}
 end
+if position > num_prompt and redis.call('EXISTS', KEYS[2]) == 0 then
+  return {'damaged'}  -- the tokens before this one were lost
+end
 
 redis.call('XADD', KEYS[2], event_id, 't', ARGV[3])
 if ARGV[4] ~= '' then

@@ -86,6 +86,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self._token_bytes)
 
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token: a text of n characters has at least n / this many."""
+        return max(1, *map(len, self._token_bytes))
+
     @property
     def special_token_ids(self) -> frozenset[int]:
         """Ids of control tokens, which text output leaves out."""

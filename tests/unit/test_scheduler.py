@@ -206,7 +206,7 @@ def test_a_reply_queue_that_stays_full_is_given_up() -> None:
     rig.publish("full", codec.encode(make_request()))
 
     rig.submit(make_request(), reply_to="full")
-    rig.submit(Request("bad", token_ids=(-1,)), reply_to="full")
+    rig.submit(Request("bad", token_ids=(99_999,)), reply_to="full")
     rig.publish(REQUESTS_QUEUE, b"garbage", reply_to="full")
     started_s = rig.clock()
     run_until_idle(rig, scheduler)

@@ -74,6 +74,58 @@ def test_an_unreadable_request_is_dead_lettered_and_answered_if_it_can_be(
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": 7},
+        {"prompt": "hi", "sampling": {"temperature": 500}},
+        {"prompt": "hi", "deadline_unix_ms": 2**60},
+        {"token_ids": [-1]},
+        {},
+    ],
+)
+def test_an_unreadable_request_that_names_itself_has_a_final_event(fields: dict[str, Any]) -> None:
+    rig = Rig(2)
+    scheduler = rig.add_scheduler()
+    rig.open_reply_queue("mine")
+    body = json.dumps({"request_id": "r", **fields}).encode()
+
+    rig.publish(REQUESTS_QUEUE, body, content_type=codec.JSON, reply_to="mine")
+    run_until_idle(rig, scheduler)
+
+    (reply,) = rig.replies("mine")
+    (final,) = rig.final_events("r")
+    assert (reply.request_id, reply.error) == ("r", final.error)
+    assert rig.num_dead() == 1
+
+
+def test_an_unreadable_copy_does_not_end_a_request_that_runs() -> None:
+    rig = Rig(2)
+    rig.add_workers()
+    scheduler = rig.add_scheduler()
+    rig.submit(make_request("r"))
+    rig.run_until(lambda: len(rig.tokens("r")) >= 2)
+
+    rig.publish(REQUESTS_QUEUE, b'{"request_id": "r"}', content_type=codec.JSON)
+    run_until_idle(rig, scheduler)
+
+    assert_answers(rig, [("r", PROMPT, SAMPLED)])
+
+
+def test_a_prompt_that_cannot_fit_is_refused_without_tokenising_it() -> None:
+    rig = Rig(1)
+    scheduler = rig.add_scheduler()
+    prompt = "a" * (12 * 256)  # no token of the tiny vocabulary has more than 13 bytes
+
+    rig.submit(make_request(token_ids=None, prompt=prompt[:500]))
+    rig.submit(make_request("s", token_ids=None, prompt=prompt * 2))
+    run_until_idle(rig, scheduler)
+
+    (counted,), (estimated,) = rig.final_events("r"), rig.final_events("s")
+    assert "has 500 tokens" in counted.error
+    assert "at least" in estimated.error
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"token_ids": prompt_of(256)}, "256 tokens"),
