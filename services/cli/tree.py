@@ -6,6 +6,8 @@ is missing, 130 interrupted.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from shared.errors import CellpipeError, ConfigError, TransientError
@@ -23,6 +25,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"cellpipe {version('cellpipe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version)
+    ] = False,
+) -> None: ...
 
 
 def exit_code_of(error: CellpipeError) -> int:
