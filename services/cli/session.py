@@ -142,7 +142,7 @@ def kernel_backend(config: Config) -> KernelBackend:
     backend = pick_backend(None if config.kernel == "auto" else config.kernel)
     if config.kernel == "auto" and backend.name == "reference":
         print(
-            "cellpipe: warning: the C kernel is not built; NumPy computes the same tokens, slowly.\n"
+            "cellpipe: warning: the C kernel is not built; NumPy computes the same, slowly.\n"
             "  Install a C compiler and Python's headers, then install cellpipe again.",
             file=sys.stderr,
         )

@@ -1,7 +1,7 @@
 """The tree that commands add themselves to, and the exit codes. Knows no command.
 
-Exit codes: 0 done, 1 the request or model failed, 2 wrong usage or settings, 3 a server or worker
-is missing, 130 interrupted.
+Exit codes: 0 done, 1 the request or model failed, 2 wrong usage or settings, 3 a server does not
+answer or, for `status`, something is missing, 130 interrupted.
 """
 
 from __future__ import annotations
