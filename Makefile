@@ -7,6 +7,7 @@ GROUPS ?= 3
 WORKERS ?= 3
 PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PROMPT  # through the environment: the shell must not read a prompt as code
 
 .PHONY: help run test lint up down bench docs clean
 .DEFAULT_GOAL := help
@@ -28,7 +29,7 @@ $(VENV)/.dev: $(VENV)/.run
 	@touch $@
 
 run: $(VENV)/.run ## pull the small real model and answer PROMPT, in one process, no servers
-	@$(BIN)/cellpipe run "$(PROMPT)"
+	@$(BIN)/cellpipe run -- "$$PROMPT"
 
 test: $(VENV)/.dev ## start private RabbitMQ and Redis on free ports, run all tests, stop them
 	@infra/run-tests $(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -40,8 +41,9 @@ lint: $(VENV)/.dev ## ruff, mypy strict, import-linter
 	@$(BIN)/lint-imports --no-cache
 
 up: $(VENV)/.dev ## private servers, the model in GROUPS groups, then the Procfile in the foreground
-	@infra/servers up
+	@infra/servers up >/dev/null
 	@$(BIN)/cellpipe load smollm2-135m --groups $(GROUPS)
+	@echo 'ready in a moment; in another terminal: $(BIN)/cellpipe run --cluster "Hello"'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/honcho start -c scheduler=1,worker=$(WORKERS)
 
 down: ## stop the private servers

@@ -35,7 +35,7 @@ class Config:
     redis_kv_url: str | None = None
     redis_weights_url: str | None = None
     cache_dir: Path = Path(DEFAULT_CACHE_DIR)
-    log_level: str = "info"
+    log_level: str | None = None
     log_format: str = "console"
     kernel: str = "auto"
 

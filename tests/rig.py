@@ -7,7 +7,6 @@ only the rig moves. What goes wrong is made by `tests/faults.py`, handed to the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any
 
 from services.scheduler.admission import Plan, ServedModel, first_step
@@ -19,14 +18,12 @@ from shared import codec
 from shared.broker.base import Broker, Outgoing
 from shared.broker.memory import MemoryBroker, MemoryHub
 from shared.messages import Reply, Request, SamplingParams, Step
-from shared.model.backend import pick_backend
 from shared.model.layer_group import LayerGroup
 from shared.store.connection import connect
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
 from shared.store.ledger_types import FinalEvent, LedgerRecord
 from shared.text.chat_template import ChatTemplate
-from shared.text.tokenizer import Tokenizer
 from shared.topology import (
     DEAD_QUEUE,
     REQUESTS_QUEUE,
@@ -37,16 +34,11 @@ from shared.topology import (
     group_queues,
 )
 from tests.faults import Crash
-from tests.gguf_files import CHAT_TEMPLATE, tiny_tokens, tiny_vocabulary
-from tests.reference_run import ReferenceModel
-from tests.tiny_model import TinyModel, tiny_model
+from tests.gguf_files import CHAT_TEMPLATE
+from tests.rig_model import GREEDY, expected_tokens, rig_layer_group, rig_model, rig_tokenizer
 
 TURN_COST_S = 0.01  # what the clock moves on after everything had a turn
 MAX_ROUNDS = 3_000
-GREEDY = SamplingParams(seed=0, max_tokens=12, ignore_eos=True)
-SAMPLED = SamplingParams(
-    temperature=0.9, top_k=40, top_p=0.95, seed=7, max_tokens=12, ignore_eos=True
-)
 
 
 class FakeClock:
@@ -60,41 +52,6 @@ class FakeClock:
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
-
-
-@cache
-def rig_model() -> TinyModel:
-    return tiny_model(vocab_size=len(tiny_tokens()))
-
-
-@cache
-def _layer_group(num_groups: int, group: int) -> LayerGroup:
-    """Shared by all rigs: it holds nothing of a sequence."""
-    model = rig_model()
-    layout = even_layout(model.manifest.model_id, model.config.num_hidden_layers, num_groups)
-    first, end = layout.bounds[group]
-    return LayerGroup.load(
-        model.config,
-        model.manifest,
-        first,
-        end,
-        model.read_shard,
-        first=group == 0,
-        last=group == layout.last_group,
-        backend=pick_backend(),
-    )
-
-
-@cache
-def expected_tokens(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
-    """What one undisturbed process generates."""
-    model = rig_model()
-    return ReferenceModel(model.manifest, model.read_shard).generate(prompt, sampling)
-
-
-def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
-    """A prompt of byte tokens, another for every salt."""
-    return tuple(3 + (7 * salt + 31 * i + i * i) % 250 for i in range(length))
 
 
 class Rig:
@@ -131,13 +88,11 @@ class Rig:
         self._actors: dict[Any, Broker] = {}
         self._taps: dict[str, MemoryBroker] = {}
 
-    # parts
-
     def new_broker(self) -> MemoryBroker:
         return MemoryBroker(self.hub)
 
     def layer_group(self, group: int) -> LayerGroup:
-        return _layer_group(self.layout.num_groups, group)
+        return rig_layer_group(self.layout.num_groups, group)
 
     def add_worker(
         self,
@@ -334,11 +289,6 @@ class Rig:
 
     def replies(self, queue: str) -> list[Reply]:
         return self.take_all(queue)
-
-
-@cache
-def rig_tokenizer() -> Tokenizer:
-    return Tokenizer.from_vocabulary(tiny_vocabulary())
 
 
 def assert_answers(rig: Rig, asked: Iterable[tuple[str, Sequence[int], SamplingParams]]) -> None:

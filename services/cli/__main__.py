@@ -1,5 +1,5 @@
 """`python -m services.cli` is `cellpipe`."""
 
-from services.cli.app import main
+from services.cli.entry import main
 
 main()

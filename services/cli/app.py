@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
 from typing import Any
 
-# Each adds its commands to the tree.
-import services.cli.cluster
-import services.cli.generate
-import services.cli.models  # noqa: F401
-from services.cli.tree import EXIT_INTERRUPTED, app, exit_code_of
+# Each adds its commands to the tree; `--help` shows them in this order.
+import services.cli.generate  # isort: skip
+import services.cli.models  # isort: skip
+import services.cli.cluster  # noqa: F401  # isort: skip
+from services.cli.tree import EXIT_FAILED, EXIT_INTERRUPTED, app, exit_code_of
 from shared.errors import CellpipeError
 from shared.logs import redact
 
@@ -32,5 +33,16 @@ def main(argv: list[str] | None = None) -> Any:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader went away (`cellpipe … | head`): not an error of ours.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        _drop_output()
+        print(f"cellpipe: the output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+
+
+def _drop_output() -> None:
+    """Let the interpreter's last flush of standard output go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -26,10 +26,11 @@ def worker(
         list[int] | None,
         typer.Option(
             "--group",
-            help="Serve this layer group; may be repeated. Default: the least covered one.",
+            help="Serve this layer group and no other; may be repeated. "
+            "Default: the least covered one.",
         ),
     ] = None,
-    memory: Annotated[str, typer.Option(help="Most bytes of weights to hold.")] = "256MiB",
+    memory: Annotated[str, typer.Option(help="Memory of this process in all.")] = "256MiB",
 ) -> None:
     """Serve layer groups of the active layout until SIGTERM or Ctrl-C.
 
@@ -83,7 +84,7 @@ def status(
     """
     from services.cli.overview import print_overview, read_overview
 
-    overview = read_overview(with_cluster_urls(load_config(log_level="error")))
+    overview = read_overview(with_cluster_urls(load_config(quiet=True)))
     if as_json:
         typer.echo(json.dumps(overview.to_dict()))
     else:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from services.cli.answer import ask
 from services.cli.settings import DEFAULT_MODEL, load_config
 from services.cli.tree import EXIT_INTERRUPTED, app
-from shared.errors import ConfigError, PermanentError, RequestError, StoreDamaged
-from shared.messages import ChatMessage, FinishReason, Request, SamplingParams
-
-if TYPE_CHECKING:
-    from services.cli.session import Session
+from shared.errors import ConfigError, RequestError
+from shared.messages import MAX_SEED, MAX_TOKENS_LIMIT, ChatMessage, FinishReason, Request
+from shared.messages import SamplingParams as Sampling
 
 MAX_TIMEOUT_S = 1e9
 
@@ -33,45 +32,32 @@ Cluster = Annotated[
     typer.Option(
         "--cluster/--embedded",
         help="Use the workers of a cluster, or this process alone. "
-        "Default: the cluster if CELLPIPE_AMQP_URL and CELLPIPE_REDIS_URL are set.",
+        "Default: the cluster if CELLPIPE_AMQP_URL or CELLPIPE_REDIS_URL is set.",
         show_default=False,
     ),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Longest answer, in tokens.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0 is off.")]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens of this mass.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same answer. Default: a fresh one.")]
+MaxTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-tokens", "-n", min=1, max=MAX_TOKENS_LIMIT, help="Longest answer, in tokens."
+    ),
+]
+Temperature = Annotated[
+    float, typer.Option("--temperature", "-t", min=0.0, max=100.0, help="0 is greedy.")
+]
+TopK = Annotated[int, typer.Option(min=0, help="Draw from the k likeliest tokens; 0 is off.")]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this mass.")
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(min=0, max=MAX_SEED, help="Same seed, same answer. Default: a fresh one."),
+]
 System = Annotated[str | None, typer.Option(help="A system message for the model.")]
-Timeout = Annotated[float, typer.Option(help="Give up after this many seconds.")]
+Timeout = Annotated[float, typer.Option(min=1.0, help="Give up after this many seconds.")]
 Groups = Annotated[
     int, typer.Option("--groups", help="Layer groups of the embedded pipeline.", min=1)
 ]
-
-
-@dataclass
-class Answer:
-    """What was generated, and when."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    num_prompt_tokens: int = 0
-    first_token_s: float = 0.0
-    total_s: float = 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Decode speed: tokens after the first, over the time after the first."""
-        decode_s = self.total_s - self.first_token_s
-        return (len(self.token_ids) - 1) / decode_s if decode_s > 0 else 0.0
-
-    def closing_line(self) -> str:
-        return (
-            f"{len(self.token_ids)} tokens, {self.tokens_per_s:.1f} tok/s, "
-            f"time to first token {self.first_token_s * 1e3:.0f} ms "
-            f"({self.num_prompt_tokens} prompt tokens, finish: {self.finish_reason})"
-        )
 
 
 @app.command()
@@ -97,12 +83,12 @@ def run(
     from services.cli.session import open_session
     from shared.producer import new_request_id
 
-    config = load_config(log_level="warning")
+    config = load_config(quiet=True)
     _check_timeout(timeout)
-    text = _read_stdin() if prompt == "-" else prompt
-    sampling = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
-    )
+    text = _prompt_text(prompt)
+    if raw and system is not None:
+        raise ConfigError("--system goes through the chat template, which --raw leaves out")
+    sampling = _sampling(temperature, top_k, top_p, seed, max_tokens)
     turns = _conversation(system, [ChatMessage("user", text)])
     with open_session(config, model=model, cluster=cluster, num_groups=groups) as session:
         request = Request(
@@ -114,6 +100,7 @@ def run(
         )
         answer = ask(session, request, echo=not as_json)
     if as_json:
+        first_s = answer.first_token_s
         record = {
             "request_id": request.request_id,
             "model": session.model_id,
@@ -121,12 +108,13 @@ def run(
             "token_ids": answer.token_ids,
             "finish_reason": answer.finish_reason,
             "num_prompt_tokens": answer.num_prompt_tokens,
-            "tokens_per_s": round(answer.tokens_per_s, 2),
-            "time_to_first_token_ms": round(answer.first_token_s * 1e3, 1),
+            "seed": sampling.seed,
+            "tokens_per_s": answer.tokens_per_s,
+            "time_to_first_token_ms": None if first_s is None else first_s * 1e3,
         }
         typer.echo(json.dumps(record, ensure_ascii=False))
     else:
-        typer.echo(f"\n{answer.closing_line()}", err=True)
+        typer.echo(answer.closing_line() + _seed_note(sampling), err=True)
     if answer.finish_reason is FinishReason.ABORT:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -151,14 +139,13 @@ def chat(
     from services.cli.session import open_session
     from shared.producer import new_request_id
 
-    config = load_config(log_level="warning")
+    config = load_config(quiet=True)
     _check_timeout(timeout)
-    sampling = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
-    )
+    sampling = _sampling(temperature, top_k, top_p, seed, max_tokens)
     history: list[ChatMessage] = []
     with open_session(config, model=model, cluster=cluster, num_groups=groups) as session:
-        typer.echo(f"{session.model_id}. An empty line ends the conversation.", err=True)
+        note = _seed_note(sampling)
+        typer.echo(f"{session.model_id}{note}. An empty line ends the conversation.", err=True)
         while text := _read_line():
             history.append(ChatMessage("user", text))
             request = Request(
@@ -168,69 +155,45 @@ def chat(
                 deadline_unix_ms=_deadline(timeout),
             )
             answer = ask(session, request, echo=True)
-            typer.echo(f"\n{answer.closing_line()}", err=True)
-            history.append(ChatMessage("assistant", answer.text))
+            typer.echo(answer.closing_line(), err=True)
+            if answer.token_ids:
+                history.append(ChatMessage("assistant", answer.text))
+            else:
+                history.pop()  # cancelled before a word was said
 
 
-def ask(session: Session, request: Request, *, echo: bool) -> Answer:
-    """Submit a request and follow it to its end; print text as it comes if `echo`.
-
-    Ctrl-C cancels the request and returns what there is. Raises `PermanentError` with the
-    request's own error when it fails, `TransientError` when its end is not heard of in time.
-    """
-    from shared.store.ledger import START
-    from shared.store.ledger_types import FinalEvent, TokenEvent
-    from shared.text.detokenizer import Detokenizer
-
-    answer = Answer()
-    detokenizer = Detokenizer(session.tokenizer)
-    started_s = time.perf_counter()
-    session.producer.submit(request)
-    after = START
-    while answer.finish_reason is None:
-        try:
-            for event in session.producer.events(
-                request.request_id,
-                after=after,
-                on_silence=session.check,
-                deadline_unix_ms=request.deadline_unix_ms,
-            ):
-                after = event.event_id
-                answer.total_s = time.perf_counter() - started_s
-                if isinstance(event, TokenEvent):
-                    if not answer.token_ids:
-                        answer.first_token_s = answer.total_s
-                    answer.token_ids.append(event.token_id)
-                    _say(answer, detokenizer.feed([event.token_id]), echo=echo)
-                elif isinstance(event, FinalEvent):
-                    _say(answer, detokenizer.finish(), echo=echo)
-                    answer.finish_reason = event.finish_reason
-                    answer.num_prompt_tokens = event.num_prompt_tokens
-                    if event.finish_reason is FinishReason.ERROR:
-                        raise PermanentError(event.error)
-                    if event.num_generated != len(answer.token_ids):
-                        raise StoreDamaged(
-                            f"{len(answer.token_ids)} of {event.num_generated} tokens came: "
-                            "the store has lost the others"
-                        )
-        except KeyboardInterrupt:
-            _cancel(session, request.request_id)  # its final event ends the loop
-    return answer
-
-
-def _cancel(session: Session, request_id: str) -> None:
+def _sampling(
+    temperature: float, top_k: int, top_p: float, seed: int | None, max_tokens: int
+) -> Sampling:
+    """The parameters, with a seed drawn here if none was given, so that it can be shown."""
+    if seed is None:
+        seed = secrets.randbits(31)
     try:
-        session.producer.cancel(request_id)
-    except RequestError:
-        # Nobody has admitted it: there will be no final event to wait for.
-        raise KeyboardInterrupt from None
+        return Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
+        )
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
 
 
-def _say(answer: Answer, text: str, *, echo: bool) -> None:
-    answer.text += text
-    if echo and text:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+def _seed_note(sampling: Sampling) -> str:
+    return f", seed {sampling.seed}" if sampling.temperature > 0 else ""
+
+
+def _prompt_text(prompt: str) -> str:
+    """The prompt, or standard input for "-". Raises `ConfigError` unless it is text."""
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input is not UTF-8: {error}") from error
+    try:
+        prompt.encode("utf-8")  # what the shell passed on undecoded cannot be sent
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the prompt is not UTF-8: {error.reason}") from error
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty")
+    return prompt
 
 
 def _conversation(system: str | None, turns: list[ChatMessage]) -> tuple[ChatMessage, ...]:
@@ -240,7 +203,7 @@ def _conversation(system: str | None, turns: list[ChatMessage]) -> tuple[ChatMes
 def _check_timeout(timeout_s: float) -> None:
     if not 0 < timeout_s <= MAX_TIMEOUT_S:  # NaN is neither
         raise ConfigError(
-            f"--timeout must be over 0 and at most {MAX_TIMEOUT_S:g} s, got {timeout_s}"
+            f"--timeout must be over 0 and at most {MAX_TIMEOUT_S:g} seconds, got {timeout_s}"
         )
 
 
@@ -248,23 +211,15 @@ def _deadline(timeout_s: float) -> int:
     return int((time.time() + timeout_s) * 1000)
 
 
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise _bad_stdin(error) from error
-
-
-def _bad_stdin(error: UnicodeDecodeError) -> RequestError:
-    return RequestError(
-        f"standard input is no valid Unicode ({error.encoding}): {error.reason}, byte {error.start}"
-    )
-
-
 def _read_line() -> str:
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  (gives input() line editing and history)
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        line = input("> " if interactive else "").strip()
+        line.encode("utf-8")  # under some locales what cannot be decoded is passed on
+        return line
     except (EOFError, KeyboardInterrupt):
         return ""
-    except UnicodeDecodeError as error:
-        raise _bad_stdin(error) from error
+    except UnicodeError as error:
+        raise ConfigError(f"standard input is not UTF-8: {error}") from error

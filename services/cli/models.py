@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,8 +16,11 @@ from services.cli.tree import app
 from shared.config import Config, parse_size
 
 if TYPE_CHECKING:
-    from services.loader.layout import GroupPlan
+    from services.loader.layout import GroupPlan, ShardPlan
     from services.loader.packed import PackedModel
+    from shared.store.connection import Stores
+    from shared.store.shards import ShardStore
+    from shared.topology import Layout
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A catalog name (smollm2-135m) or a path to a .gguf file.")
@@ -75,15 +79,31 @@ def load(
         else:
             _print_layout(manifest.model_id, plans, budget_bytes)
         return
-    with open_stores(config) as stores, StageBar() as bar:
-        report = load_model(packed, ShardStore(stores.weights), layout, progress=bar.show)
+    for plan in plans:
+        if not plan.fits:
+            typer.echo(
+                f"note: group {plan.group} needs {plan.memory_bytes / 1e6:.0f} MB, more than "
+                f"--memory {memory}; its workers need `--memory` to match, or use more groups",
+                err=True,
+            )
+    with open_stores(config) as stores:
+        shards = ShardStore(stores.weights)
+        left_behind = _serving_another_layout(stores, shards, layout)
+        with StageBar() as bar:
+            report = load_model(packed, shards, layout, progress=bar.show)
     if as_json:
         typer.echo(json.dumps(asdict(report)))
         return
     typer.echo(
-        f"{report.model_id} in {groups} groups: {report.total_bytes / 1e6:.1f} MB in "
+        f"{report.model_id} in {_groups(groups)}: {report.total_bytes / 1e6:.1f} MB in "
         f"{report.num_segments} segments, {report.num_sent} sent, all verified"
     )
+    if left_behind:
+        typer.echo(
+            f"note: {left_behind} workers serve another layout until they are restarted, "
+            "and so does a running scheduler",
+            err=True,
+        )
 
 
 @app.command()
@@ -107,9 +127,9 @@ def inspect(model: ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> No
     for key, value in inspection.config.to_dict().items():
         console.print(f"  {key:26} {value}")
     shards = Table("shard", "MB", "segments", "chunks = DMAs", title="shards")
-    for shard in inspection.shards:
+    for names, shard in _runs_of_equal_shards(inspection.shards):
         shards.add_row(
-            shard.name,
+            names,
             f"{shard.num_bytes / 1e6:.2f}",
             str(shard.num_segments),
             str(shard.num_chunks),
@@ -135,6 +155,32 @@ def inspect(model: ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> No
     console.print(f"total {inspection.num_bytes / 1e6:.1f} MB in {inspection.num_chunks} chunks")
 
 
+def _runs_of_equal_shards(shards: Sequence[ShardPlan]) -> list[tuple[str, ShardPlan]]:
+    """Neighbours that differ in name alone, as one line: layer.0 .. layer.29."""
+    runs: list[tuple[str, ShardPlan]] = []
+    for _, run in groupby(shards, key=lambda s: (s.num_bytes, s.num_segments, s.num_chunks)):
+        first, *rest = run
+        name = f"{first.name} .. {rest[-1].name}" if rest else first.name
+        runs.append((name, first))
+    return runs
+
+
+def _serving_another_layout(stores: Stores, shards: ShardStore, layout: Layout) -> int:
+    """How many live workers serve a layout that is not the one being loaded."""
+    from shared.errors import ModelError
+    from shared.store.presence import Presence
+
+    try:
+        current = shards.active_layout("")
+    except ModelError:
+        return 0  # nothing is loaded yet
+    return 0 if current == layout else len(Presence(stores.meta).workers(current))
+
+
+def _groups(number: int) -> str:
+    return "1 group" if number == 1 else f"{number} groups"
+
+
 def _packed(config: Config, model: str) -> PackedModel:
     from services.loader.packed import open_packed
     from services.loader.pull import resolve_model
@@ -149,9 +195,9 @@ def _print_layout(model_id: str, plans: Sequence[GroupPlan], budget_bytes: int) 
     from rich.table import Table
 
     table = Table(
-        "group", "layers", "shards MB", "chunks", "KV B/token", "memory MB",
-        f"fits {budget_bytes / (1 << 20):.0f} MiB",
-        title=f"{model_id} in {len(plans)} groups",
+        "group", "layers", "shards MB", "chunks", "KV bytes per token", "worker MB",
+        f"fits {budget_bytes / 1e6:.1f} MB",
+        title=f"{model_id} in {_groups(len(plans))}",
     )  # fmt: skip
     for plan in plans:
         table.add_row(

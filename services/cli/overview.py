@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shared.broker.base import Broker
 from shared.config import Config
-from shared.errors import CellpipeError, ModelError
+from shared.errors import CellpipeError, ConfigError, ModelError
 from shared.store.connection import Stores, connect
 from shared.store.presence import Presence
 from shared.store.presence_types import SchedulerInfo, WorkerInfo
@@ -57,6 +58,8 @@ def read_overview(config: Config) -> Overview:
     except ModelError as error:
         layout = None
         overview.problems.append(f"{error}; {error.remedy}")
+    except ConfigError:
+        raise
     except CellpipeError as error:
         layout = None
         overview.problems.append(str(error))
@@ -92,6 +95,8 @@ def _read_broker(overview: Overview, amqp_url: str, layout: Layout | None) -> No
 
     try:
         broker: Broker = RabbitmqBroker.connect(amqp_url)
+    except ConfigError:
+        raise
     except CellpipeError as error:
         overview.problems.append(str(error))
         return
@@ -107,12 +112,17 @@ def _read_broker(overview: Overview, amqp_url: str, layout: Layout | None) -> No
         broker.close()
 
 
+def _known(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
 def print_overview(overview: Overview) -> None:
     """Draw it for a person."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    # Piped, a line must stay a line for grep.
+    console = Console(width=None if sys.stdout.isatty() else 160)
     up = {True: "[green]up[/green]", False: "[red]down[/red]"}
     console.print(f"RabbitMQ {up[overview.broker_up]}, Redis {up[overview.redis_up]}")
     if overview.groups:
@@ -125,7 +135,7 @@ def print_overview(overview: Overview) -> None:
                 f"{state.first_layer}..{state.end_layer - 1}",
                 f"{state.shard_bytes / 1e6:.1f}",
                 str(state.num_workers),
-                "-" if state.queue_depth is None else str(state.queue_depth),
+                _known(state.queue_depth),
             )
         console.print(groups)
     if overview.workers:
@@ -149,7 +159,8 @@ def print_overview(overview: Overview) -> None:
             f"scheduler {scheduler.scheduler_id}: {scheduler.num_requests} requests in flight"
         )
     console.print(
-        f"requests waiting: {overview.requests_waiting}, dead letters: {overview.dead_letters}"
+        f"requests waiting: {_known(overview.requests_waiting)}, "
+        f"dead letters: {_known(overview.dead_letters)}"
     )
     for problem in overview.problems:
         console.print(f"[red]problem:[/red] {problem}")

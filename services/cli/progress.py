@@ -25,6 +25,8 @@ class StageBar:
 
     def show(self, stage: str, done: int, total: int) -> None:
         """Draw `done` of `total` bytes of a stage; fits the loader's progress callback."""
+        if total == 0:
+            return  # nothing to do is no bar
         if self._progress is None:
             self._progress = Progress(
                 TextColumn("{task.description}"),
@@ -36,8 +38,8 @@ class StageBar:
             )
             self._progress.start()
         if stage not in self._tasks:
-            self._tasks[stage] = self._progress.add_task(stage, total=total or None)
-        self._progress.update(self._tasks[stage], completed=done, total=total or None)
+            self._tasks[stage] = self._progress.add_task(stage, total=total)
+        self._progress.update(self._tasks[stage], completed=done, total=total)
 
     def __enter__(self) -> StageBar:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from services.cli.progress import StageBar
 from services.cli.settings import DEFAULT_MODEL, with_cluster_urls
 from shared.broker.base import Broker
 from shared.config import Config
-from shared.errors import TransientError
+from shared.errors import ConfigError, TransientError
 from shared.kernel.weights import KernelBackend
 from shared.producer import Producer
 from shared.store.connection import Stores, connect
@@ -37,7 +38,9 @@ def open_session(
 ) -> Iterator[Session]:
     """The pipeline that a command asked for; closed at the end."""
     if cluster is None:
-        cluster = bool(config.amqp_url and config.redis_url)
+        cluster = bool(config.amqp_url or config.redis_url)
+    if cluster and num_groups != 1:
+        raise ConfigError("--groups is for the embedded pipeline; a cluster has its layout's")
     opened = (
         _cluster_session(config, model)
         if cluster
@@ -134,15 +137,13 @@ def open_stores(config: Config) -> Iterator[Stores]:
 
 def kernel_backend(config: Config) -> KernelBackend:
     """The kernel that the settings ask for; one warning when it is the slow one by default."""
-    import structlog
-
     from shared.model.backend import pick_backend
 
     backend = pick_backend(None if config.kernel == "auto" else config.kernel)
     if config.kernel == "auto" and backend.name == "reference":
-        structlog.get_logger().warning(
-            "kernel_not_built",
-            effect="the NumPy reference computes: same tokens, many times slower",
-            remedy="install a C compiler and Python's headers, then reinstall cellpipe",
+        print(
+            "cellpipe: warning: the C kernel is not built; NumPy computes the same, slowly.\n"
+            "  Install a C compiler and Python's headers, then install cellpipe again.",
+            file=sys.stderr,
         )
     return backend

@@ -15,10 +15,14 @@ SERVERS_FILE = Path(".cellpipe/servers.json")
 DEFAULT_MODEL = "smollm2-135m"
 
 
-def load_config(*, log_level: str | None = None) -> Config:
-    """Read the environment and set up logs; the first line of every command."""
+def load_config(*, quiet: bool = False) -> Config:
+    """Read the environment and set up logs; the first line of every command.
+
+    A `quiet` command tells its user what went wrong itself: it logs only when the settings ask.
+    """
     config = Config.from_environ(os.environ)
-    configure_logs(level=log_level or config.log_level, log_format=config.log_format)
+    level = config.log_level or ("critical" if quiet else "info")
+    configure_logs(level=level, log_format=config.log_format)
     return config
 
 

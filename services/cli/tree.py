@@ -1,10 +1,12 @@
 """The tree that commands add themselves to, and the exit codes. Knows no command.
 
-Exit codes: 0 done, 1 the request or model failed, 2 wrong usage or settings, 3 a server or worker
-is missing, 130 interrupted.
+Exit codes: 0 done, 1 the request or model failed, 2 wrong usage or settings, 3 a server does not
+answer or, for `status`, something is missing, 130 interrupted.
 """
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
@@ -23,6 +25,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"cellpipe {version('cellpipe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version)
+    ] = False,
+) -> None: ...
 
 
 def exit_code_of(error: CellpipeError) -> int:

@@ -8,10 +8,9 @@ from shared.errors import ConfigError, ModelError
 from shared.kernel.chunks import chunk_bytes
 from shared.manifest import Manifest, TensorEntry
 from shared.model.config import ModelConfig
-from shared.topology import Layout, group_shards
+from shared.topology import WORKER_BASE_BYTES, Layout, group_shards
 
 # What a worker needs beside its shards: interpreter, NumPy, AMQP and Redis clients, buffers.
-WORKER_BASE_BYTES = 90_000_000
 
 
 @dataclass(frozen=True, slots=True)

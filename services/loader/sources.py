@@ -128,9 +128,11 @@ def _run(command: list[str], folder: Path, total: int, progress: Progress) -> No
 
 def _largest_file(folder: Path) -> int:
     largest = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # moved away between the listing and this look
-            largest = max(largest, path.stat().st_size)
+    # os.walk passes over folders that vanish between the listing and this look.
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
     return largest
 
 

@@ -43,7 +43,7 @@ class SchedulerLimits:
     max_in_flight: int = 256
     poll_s: float = 0.05
     coverage_check_s: float = 1.0
-    uncovered_grace_s: float = 10.0
+    uncovered_grace_s: float = 15.0
     confirm_timeout_s: float = 10.0
     reply_retry_s: float = 1.0
     reply_patience_s: float = 60.0

@@ -10,17 +10,19 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 
 from services.worker.limits import WorkerLimits
 from services.worker.worker import Worker
 from shared.broker.base import Broker
-from shared.errors import CellpipeError, StoreUnavailable
+from shared.errors import CellpipeError, ConfigError, StoreUnavailable
 from shared.kernel.weights import KernelBackend
-from shared.manifest import Manifest
+from shared.manifest import Manifest, ShardKind
 from shared.model.config import ModelConfig
 from shared.model.layer_group import LayerGroup
 from shared.process import peak_rss_bytes, rss_bytes
@@ -30,18 +32,31 @@ from shared.store.ledger import Ledger
 from shared.store.presence import Presence
 from shared.store.presence_types import WorkerInfo, WorkerState
 from shared.store.shards import ShardStore
-from shared.topology import Layout, control_queues, group_bytes, group_queues, group_shards
+from shared.topology import (
+    WORKER_BASE_BYTES,
+    Layout,
+    control_queues,
+    group_bytes,
+    group_queues,
+    group_shards,
+)
 
 log = structlog.get_logger()
 
 HEARTBEAT_S = 1.0
 PRESENCE_TTL_MS = 5_000
 IDLE_TURN_S = 0.25
+# Longer than workers that start together take to claim, so that one does not take all groups.
+ADOPT_AFTER_S = 3.0
+MIN_KV_CACHE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What the user asked of a worker. `memory_bytes` bounds the shards it holds."""
+    """What the user asked of a worker. `memory_bytes` is for the process in all.
+
+    `groups` are served and no others; with none, the worker chooses, and adopts what nobody serves.
+    """
 
     model: str = ""
     groups: tuple[int, ...] = ()
@@ -68,6 +83,12 @@ class WorkerService:
     ) -> None:
         self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._options = options
+        self._weight_budget_bytes = options.memory_bytes - WORKER_BASE_BYTES
+        if self._weight_budget_bytes <= 0:
+            raise ConfigError(
+                f"--memory is {options.memory_bytes} bytes, and a worker takes "
+                f"{WORKER_BASE_BYTES} beside its weights"
+            )
         self._broker = broker
         self._backend = backend
         self._stopping = stopping
@@ -89,13 +110,13 @@ class WorkerService:
         self._next_heartbeat_s = 0.0
         self._state = WorkerState.LOADING
         self._worker: Worker | None = None
+        self._shared_shards: dict[str, npt.NDArray[np.uint8]] = {}
+        self._uncovered_since_s: dict[int, float] = {}
 
     def run(self) -> None:
         """Claim, load, serve until `stopping` is set, then leave clean."""
         self._broker.declare([*control_queues(), *group_queues(self._layout)])
-        groups = self._presence.claim(
-            self._layout, self._info(), self._group_bytes, self._options.groups
-        )
+        groups = self._claim(self._options.groups)
         try:
             worker = self._worker = Worker(
                 layout=self._layout,
@@ -104,7 +125,7 @@ class WorkerService:
                 broker=self._broker,
                 ledger=self._ledger,
                 kv_pages=self._kv_pages,
-                limits=self._options.limits,
+                limits=self._limits_beside(groups),
             )
             self._state = WorkerState.SERVING
             log.info(
@@ -125,9 +146,13 @@ class WorkerService:
         started_s = self._clock()
         first, end = self._layout.bounds[group]
 
-        def read(name: str) -> object:
+        def read(name: str) -> npt.NDArray[np.uint8]:
+            if name in self._shared_shards:
+                return self._shared_shards[name]
             shard = self._shards.read_shard(self._manifest, name)
             self._heartbeat()  # loading is progress, and may outlast the presence
+            if self._manifest.shard(name).kind in (ShardKind.EMBEDDING, ShardKind.ROPE):
+                self._shared_shards[name] = shard  # another group here may need it too
             return shard
 
         layer_group = LayerGroup.load(
@@ -135,7 +160,7 @@ class WorkerService:
             self._manifest,
             first,
             end,
-            read,  # type: ignore[arg-type]
+            read,
             first=group == 0,
             last=group == self._layout.last_group,
             backend=self._backend,
@@ -158,15 +183,26 @@ class WorkerService:
         try:
             if not self._heartbeat():
                 log.warning("presence_expired", worker_id=self.worker_id)
-                self._presence.claim(self._layout, self._info(), self._group_bytes, worker.groups)
+                self._claim(worker.groups)
             if not self._options.groups:
-                self._adopt(worker)
+                self._adopt(worker, now_s)
         except StoreUnavailable as error:
             log.warning("heartbeat_failed", reason=str(error))
 
-    def _adopt(self, worker: Worker) -> None:
-        """Take groups that no live worker covers, as far as memory allows."""
-        held = self._presence.adopt_uncovered(self._layout, self._info(), self._group_bytes)
+    def _claim(self, wanted: Sequence[int]) -> tuple[int, ...]:
+        return self._presence.claim(self._layout, self._claimant(), self._group_bytes, wanted)
+
+    def _adopt(self, worker: Worker, now_s: float) -> None:
+        """Take groups that no live worker has covered for a while, as far as memory allows."""
+        coverage = self._presence.coverage(self._layout)
+        self._uncovered_since_s = {
+            group: self._uncovered_since_s.get(group, now_s)
+            for group, num_workers in enumerate(coverage)
+            if num_workers == 0
+        }
+        if not any(now_s - s >= ADOPT_AFTER_S for s in self._uncovered_since_s.values()):
+            return
+        held = self._presence.adopt_uncovered(self._layout, self._claimant(), self._group_bytes)
         for group in held:
             if group in worker.groups:
                 continue
@@ -185,6 +221,17 @@ class WorkerService:
         except StoreUnavailable as error:
             log.warning("release_failed", reason=str(error))
         log.info("worker_left", worker_id=self.worker_id, steps=self._num_steps())
+
+    def _claimant(self) -> WorkerInfo:
+        """This worker as a claim sees it: its memory is what it has for weights."""
+        return replace(self._info(), memory_bytes=self._weight_budget_bytes)
+
+    def _limits_beside(self, groups: Sequence[int]) -> WorkerLimits:
+        """The limits, with the KV cache cut to what these groups' weights leave of the memory."""
+        limits = self._options.limits
+        left_bytes = self._weight_budget_bytes - sum(self._group_bytes[g] for g in groups)
+        kv_cache_bytes = max(MIN_KV_CACHE_BYTES, min(limits.kv_cache_bytes, left_bytes))
+        return replace(limits, kv_cache_bytes=kv_cache_bytes)
 
     def _info(self) -> WorkerInfo:
         worker = self._worker

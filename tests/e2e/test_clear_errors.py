@@ -122,12 +122,12 @@ def test_a_prompt_that_is_not_utf_8_is_refused_by_name(
         check=False,
     )
 
-    assert result.returncode == 1
-    assert b"Unicode" in result.stderr
+    assert result.returncode == 2
+    assert b"UTF-8" in result.stderr
     assert b"Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "1e13", "1e300"])
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e13", "1e300"])
 def test_an_impossible_timeout_is_refused_before_anything_starts(seconds: str) -> None:
     result = cellpipe("run", "--embedded", "hello", "--timeout", seconds)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.loader.layout import WORKER_BASE_BYTES, inspect_model, plan_layout
+from services.loader.layout import inspect_model, plan_layout
 from services.loader.packed import open_packed
 from shared.errors import ConfigError, ModelError
 from shared.manifest import Manifest
-from shared.topology import even_layout, group_shards
+from shared.topology import WORKER_BASE_BYTES, even_layout, group_shards
 from tests.gguf_files import TinyModel, write_gguf
 
 

@@ -9,18 +9,11 @@ import pytest
 from services.scheduler.scheduler import Scheduler, SchedulerLimits
 from shared import codec
 from shared.errors import StoreUnavailable
-from shared.messages import ChatMessage, FinishReason, Request, SamplingParams
+from shared.messages import ChatMessage, FinishReason, Request
 from shared.topology import REQUESTS_QUEUE
 from tests.faults import Tripwire
-from tests.rig import (
-    GREEDY,
-    SAMPLED,
-    Rig,
-    assert_answers,
-    expected_tokens,
-    prompt_of,
-    rig_tokenizer,
-)
+from tests.rig import Rig, assert_answers
+from tests.rig_model import GREEDY, SAMPLED, expected_tokens, prompt_of, rig_tokenizer
 
 PROMPT = prompt_of(20)
 
@@ -295,26 +288,3 @@ def test_a_ledger_that_fails_for_a_while_only_delays(method: str, after: bool) -
     assert flaky.num_calls > 2 or (method, after) == ("admit", True)
     assert sorted(reply.request_id for reply in rig.replies("mine")) == ["a", "b"]
     assert_answers(rig, [("a", PROMPT, SAMPLED), ("b", PROMPT, SAMPLED)])
-
-
-def test_a_seed_is_drawn_once_for_a_request_without_one() -> None:
-    rig = Rig(2)
-    rig.add_workers()
-    seeds = iter([41, 42, 43])
-    failing = Tripwire(
-        rig.new_broker(),
-        "publish",
-        StoreUnavailable("down"),
-        times=2,
-        only_if=lambda messages: messages[0].queue == rig.queue(0),
-    )
-    scheduler = rig.add_scheduler(broker=failing, draw_seed=lambda: next(seeds))
-    sampling = SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True)
-
-    rig.submit(make_request(sampling=sampling))
-    run_until_idle(rig, scheduler)
-
-    assert failing.num_calls == 3
-    seeded = SamplingParams(temperature=0.9, seed=41, max_tokens=12, ignore_eos=True)
-    assert_answers(rig, [("r", PROMPT, seeded)])
-    assert next(seeds) == 42

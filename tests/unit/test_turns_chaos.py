@@ -15,7 +15,8 @@ from shared.errors import StoreUnavailable
 from shared.messages import Request, SamplingParams
 from shared.topology import REQUESTS_QUEUE
 from tests.faults import LosableBroker
-from tests.rig import SAMPLED, Rig, assert_answers, prompt_of
+from tests.rig import Rig, assert_answers
+from tests.rig_model import SAMPLED, prompt_of
 
 NUM_GROUPS = 2
 ASKED = [

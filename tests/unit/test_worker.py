@@ -10,7 +10,8 @@ from services.worker.limits import WorkerLimits
 from shared.errors import StoreUnavailable
 from shared.messages import SamplingParams
 from tests.faults import LosableBroker, Tripwire
-from tests.rig import GREEDY, SAMPLED, Rig, assert_answers, expected_tokens, prompt_of
+from tests.rig import Rig, assert_answers
+from tests.rig_model import GREEDY, SAMPLED, expected_tokens, prompt_of
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 4])

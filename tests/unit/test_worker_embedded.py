@@ -11,7 +11,8 @@ from services.worker.limits import WorkerLimits
 from services.worker.sequences import EMBEDDED_IDLE_S, SequencePool
 from shared.errors import KvMissing
 from shared.messages import FinishReason
-from tests.rig import GREEDY, SAMPLED, Rig, assert_answers, prompt_of
+from tests.rig import Rig, assert_answers
+from tests.rig_model import GREEDY, SAMPLED, prompt_of
 
 OTHERS = [("a", prompt_of(20), GREEDY), ("b", prompt_of(9, salt=1), SAMPLED)]
 SLICED = WorkerLimits(max_batch_rows=12, kv_cache_bytes=0)

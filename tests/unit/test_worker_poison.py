@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,116 +10,14 @@ import numpy.typing as npt
 import pytest
 
 from services.worker.limits import WorkerLimits
-from shared import codec
 from shared.errors import KernelError, StoreUnavailable
-from shared.messages import FinishReason, Reply, Request, Step
+from shared.messages import FinishReason
 from shared.store import keys
 from shared.topology import DEAD_QUEUE
 from tests.faults import Tripwire
-from tests.rig import GREEDY, SAMPLED, Rig, assert_answers, prompt_of
-
-HIDDEN_SIZE = 64
-OTHERS = [("a", prompt_of(20), GREEDY), ("b", prompt_of(9, salt=1), SAMPLED)]
-
-
-def hidden(value: float = 0.1, rows: int = 1, cols: int = HIDDEN_SIZE) -> dict[str, Any]:
-    return {"hidden": np.full((rows, cols), value, np.float32)}
-
-
-def token_ids(*ids: int) -> dict[str, Any]:
-    return {"token_ids": np.array(ids, np.int32)}
-
-
-def start_others(rig: Rig) -> None:
-    for request_id, prompt, sampling in OTHERS:
-        rig.start(request_id, prompt, sampling)
-
-
-def finish_others(rig: Rig) -> None:
-    rig.run_until_done(*(request_id for request_id, _, _ in OTHERS))
-    rig.run_until_quiet()
-    assert_answers(rig, OTHERS)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"garbage",
-        b"\xff" * 100,
-        codec.encode(Request("r", prompt="hello")),
-        codec.encode(Reply("r", FinishReason.STOP, "", (), 0)),
-    ],
-    ids=["empty", "text", "ff", "request", "reply"],
-)
-@pytest.mark.parametrize("group", [0, 1])
-def test_what_is_no_step_is_dead_lettered_and_neighbours_go_on(body: bytes, group: int) -> None:
-    rig = Rig(2)
-    rig.add_workers()
-    start_others(rig)
-
-    rig.publish(rig.queue(group), body)
-    finish_others(rig)
-
-    assert rig.num_dead() == 1
-
-
-@pytest.mark.parametrize(
-    ("group", "changes"),
-    [
-        (0, {"model_id": "other@1"}),
-        (1, {"layout_id": "even7"}),
-        (1, {"group": 0, "tensors": token_ids(5)}),
-        (1, {"group": 7}),
-        (0, {"tensors": hidden()}),
-        (1, {"tensors": token_ids(5)}),
-        (0, {"tensors": token_ids(5, -1)}),
-        (0, {"tensors": token_ids(5, 268)}),
-        (0, {"tensors": {"token_ids": np.array([5], np.float32)}}),
-        (0, {"tensors": {"token_ids": np.array([[5, 6]], np.int32)}}),
-        (1, {"tensors": hidden(cols=HIDDEN_SIZE - 1)}),
-        (1, {"tensors": {"hidden": np.zeros(HIDDEN_SIZE, np.float32)}}),
-        (1, {"tensors": {"hidden": np.zeros((1, HIDDEN_SIZE), np.float16)}}),
-        (1, {"tensors": hidden(np.nan)}),
-        (1, {"tensors": hidden(np.inf)}),
-        (0, {"position": 250, "tensors": token_ids(*range(3, 10))}),
-        (1, {"position": 10**12}),
-    ],
-)
-def test_a_step_that_does_not_fit_is_dead_lettered_and_neighbours_go_on(
-    group: int, changes: dict[str, Any]
-) -> None:
-    rig = Rig(2)
-    rig.add_workers()
-    start_others(rig)
-    rig.admit("bad", (5,))
-    step = replace(
-        a_step(rig, "bad"),
-        group=group,
-        tensors=token_ids(5) if group == 0 else hidden(),
-    )
-
-    rig.publish(rig.queue(group), codec.encode(replace(step, **changes)))
-    finish_others(rig)
-
-    assert rig.num_dead() == 1
-    assert rig.tokens("bad") == []
-
-
-def a_step(rig: Rig, request_id: str, **changes: Any) -> Step:
-    step = Step(
-        request_id=request_id,
-        model_id=rig.layout.model_id,
-        layout_id=rig.layout.layout_id,
-        group=1,
-        epoch=0,
-        position=0,
-        sample=True,
-        max_position=20,
-        tensors=hidden(),
-        sampling=GREEDY,
-    )
-    return replace(step, **changes)
+from tests.rig import Rig, assert_answers
+from tests.rig_model import GREEDY, prompt_of
+from tests.steps import OTHERS, a_step, finish_others, hidden, start_others, token_ids
 
 
 @pytest.mark.parametrize("per_group", [1, 2])

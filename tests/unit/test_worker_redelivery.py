@@ -14,7 +14,8 @@ from shared import codec
 from shared.errors import StoreUnavailable
 from shared.messages import Step
 from tests.faults import Crash, DeafBroker, LosableBroker, Tripwire
-from tests.rig import GREEDY, SAMPLED, Rig, assert_answers, expected_tokens, prompt_of
+from tests.rig import Rig, assert_answers
+from tests.rig_model import GREEDY, SAMPLED, expected_tokens, prompt_of
 
 PROMPT = prompt_of(30)
 SLICED = WorkerLimits(max_batch_rows=12)

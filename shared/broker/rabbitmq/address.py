@@ -66,7 +66,7 @@ def parse_address(url: str) -> Address:
         ) from error.__cause__  # the error itself may quote the password
     if parts.scheme not in DEFAULT_PORTS:
         raise ConfigError(
-            f"the AMQP URL must start with amqp:// or amqps://, not {parts.scheme[:16]!r}",
+            f"the AMQP URL must start with amqp:// or amqps://, {_start_of(parts.scheme)}",
             remedy=f"write it as {URL_SHAPE}",
         )
     if not parts.hostname:
@@ -85,3 +85,7 @@ def parse_address(url: str) -> Address:
             unquote(parts.username or "guest"), unquote(parts.password or "guest")
         ),
     )
+
+
+def _start_of(scheme: str) -> str:
+    return f"not {scheme[:16]}://" if scheme else "but it has no scheme"

@@ -1,0 +1,133 @@
+"""Follows one request to its end and shows its text as it comes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shared.errors import PermanentError, RequestError, StoreDamaged
+from shared.messages import FinishReason, Request
+
+if TYPE_CHECKING:
+    from services.cli.session import Session
+
+
+@dataclass
+class Answer:
+    """What was generated, and when. Times are seconds since the request was submitted."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    num_prompt_tokens: int = 0
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Decode speed: tokens after the first, over the time after the first."""
+        if self.first_token_s is None or self.last_token_s <= self.first_token_s:
+            return None
+        return (len(self.token_ids) - 1) / (self.last_token_s - self.first_token_s)
+
+    def closing_line(self) -> str:
+        parts = [_count(len(self.token_ids), "token")]
+        if self.tokens_per_s is not None:
+            parts.append(f"{self.tokens_per_s:.1f} tok/s")
+        if self.first_token_s is not None:
+            parts.append(f"time to first token {self.first_token_s * 1e3:.0f} ms")
+        if not self.text and self.finish_reason is FinishReason.STOP:
+            parts.append("the model ended without a word")
+        prompt = _count(self.num_prompt_tokens, "prompt token")
+        return f"{', '.join(parts)} ({prompt}, finish: {self.finish_reason})"
+
+
+def ask(session: Session, request: Request, *, echo: bool) -> Answer:
+    """Submit a request and follow it to its end; print text as it comes if `echo`.
+
+    Ctrl-C cancels the request and returns what there is; `KeyboardInterrupt` leaves only when
+    nobody has admitted it yet. Raises `PermanentError` with the request's own error when it fails,
+    `TransientError` when its end is not heard of in time.
+    """
+    from shared.store.ledger import START
+    from shared.store.ledger_types import TokenEvent
+    from shared.text.detokenizer import Detokenizer
+
+    answer = Answer()
+    detokenizer = Detokenizer(session.tokenizer)
+    session.producer.submit(request)
+    started_s = time.perf_counter()
+    after = START
+    with _waiting("reading the prompt", shown=echo) as hide:
+        while answer.finish_reason is None:
+            try:
+                for event in session.producer.events(
+                    request.request_id,
+                    after=after,
+                    on_silence=session.check,
+                    deadline_unix_ms=request.deadline_unix_ms,
+                ):
+                    after = event.event_id
+                    if isinstance(event, TokenEvent):
+                        now_s = time.perf_counter() - started_s
+                        hide()
+                        answer.token_ids.append(event.token_id)
+                        answer.first_token_s = answer.first_token_s or now_s
+                        answer.last_token_s = now_s
+                        _say(answer, detokenizer.feed([event.token_id]), echo=echo)
+                        continue
+                    hide()
+                    _say(answer, detokenizer.finish(), echo=echo)
+                    answer.finish_reason = event.finish_reason
+                    answer.num_prompt_tokens = event.num_prompt_tokens
+                    if event.finish_reason is FinishReason.ERROR:
+                        raise PermanentError(event.error)
+                    if event.num_generated != len(answer.token_ids):
+                        raise StoreDamaged(
+                            f"{len(answer.token_ids)} of {event.num_generated} tokens came: "
+                            "the store has lost the others"
+                        )
+            except KeyboardInterrupt:
+                _cancel(session, request.request_id)  # its final event ends the loop
+    if echo and answer.text:
+        print(flush=True)
+    return answer
+
+
+def _cancel(session: Session, request_id: str) -> None:
+    try:
+        session.producer.cancel(request_id)
+    except RequestError:
+        # Nobody has admitted it: there will be no final event to wait for.
+        raise KeyboardInterrupt from None
+
+
+def _say(answer: Answer, text: str, *, echo: bool) -> None:
+    answer.text += text
+    if echo and text:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+@contextmanager
+def _waiting(what: str, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """A spinner on a terminal until the yielded function is called: prefill can take long."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console
+
+    status = Console(stderr=True).status(what)
+    status.start()
+    try:
+        yield status.stop
+    finally:
+        status.stop()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

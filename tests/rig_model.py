@@ -1,0 +1,61 @@
+"""The tiny random model of `tests/rig.py`, and what one undisturbed process makes of a prompt."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from shared.messages import SamplingParams
+from shared.model.backend import pick_backend
+from shared.model.layer_group import LayerGroup
+from shared.text.tokenizer import Tokenizer
+from shared.topology import (
+    even_layout,
+)
+from tests.gguf_files import tiny_tokens, tiny_vocabulary
+from tests.reference_run import ReferenceModel
+from tests.tiny_model import TinyModel, tiny_model
+
+GREEDY = SamplingParams(seed=0, max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(
+    temperature=0.9, top_k=40, top_p=0.95, seed=7, max_tokens=12, ignore_eos=True
+)
+
+
+@cache
+def rig_model() -> TinyModel:
+    return tiny_model(vocab_size=len(tiny_tokens()))
+
+
+@cache
+def rig_layer_group(num_groups: int, group: int) -> LayerGroup:
+    """Shared by all rigs: it holds nothing of a sequence."""
+    model = rig_model()
+    layout = even_layout(model.manifest.model_id, model.config.num_hidden_layers, num_groups)
+    first, end = layout.bounds[group]
+    return LayerGroup.load(
+        model.config,
+        model.manifest,
+        first,
+        end,
+        model.read_shard,
+        first=group == 0,
+        last=group == layout.last_group,
+        backend=pick_backend(),
+    )
+
+
+@cache
+def expected_tokens(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
+    """What one undisturbed process generates."""
+    model = rig_model()
+    return ReferenceModel(model.manifest, model.read_shard).generate(prompt, sampling)
+
+
+def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
+    """A prompt of byte tokens, another for every salt."""
+    return tuple(3 + (7 * salt + 31 * i + i * i) % 250 for i in range(length))
+
+
+@cache
+def rig_tokenizer() -> Tokenizer:
+    return Tokenizer.from_vocabulary(tiny_vocabulary())
