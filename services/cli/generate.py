@@ -45,6 +45,10 @@ Timeout = Annotated[float, typer.Option(help="Give up after this many seconds.")
 Groups = Annotated[
     int, typer.Option("--groups", help="Layer groups of the embedded pipeline.", min=1)
 ]
+Threads = Annotated[
+    int,
+    typer.Option("--threads", help="Threads of the embedded kernel; 0 is one a core.", min=0),
+]
 
 
 @dataclass
@@ -85,6 +89,7 @@ def run(
     system: System = None,
     raw: Annotated[bool, typer.Option(help="Continue the prompt, without chat template.")] = False,
     groups: Groups = 1,
+    threads: Threads = 0,
     timeout: Timeout = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -98,7 +103,9 @@ def run(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
     )
     turns = _conversation(system, [ChatMessage("user", text)])
-    with open_session(config, model=model, cluster=cluster, num_groups=groups) as session:
+    with open_session(
+        config, model=model, cluster=cluster, num_groups=groups, num_threads=threads
+    ) as session:
         request = Request(
             request_id=new_request_id(),
             prompt=text if raw else None,
@@ -134,6 +141,7 @@ def chat(
     seed: Seed = None,
     system: System = None,
     groups: Groups = 1,
+    threads: Threads = 0,
     timeout: Timeout = 600.0,
 ) -> None:
     """Talk with the model. An empty line or Ctrl-D ends it; Ctrl-C stops an answer.
@@ -145,7 +153,9 @@ def chat(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
     )
     history: list[ChatMessage] = []
-    with open_session(config, model=model, cluster=cluster, num_groups=groups) as session:
+    with open_session(
+        config, model=model, cluster=cluster, num_groups=groups, num_threads=threads
+    ) as session:
         typer.echo(f"{session.model_id}. An empty line ends the conversation.", err=True)
         while text := _read_line():
             history.append(ChatMessage("user", text))
