@@ -22,15 +22,21 @@ INLINE __m512 half16(const uint8_t *p)
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
 
-/* The products of 8 slabs with 32 activations are added to sum. */
-INLINE __m512i dot32(__m512i sum, const __m512i w[8], const int8_t *q)
+/* sum[t] += the products of 8 slabs with 32 activations, which lie `apart` bytes from row to row. Row
+ * after row inside a slab: one row's sum would wait 5 cycles for each of its 8 steps, and the CPU's
+ * scheduler cannot look far enough ahead to find other rows' steps. */
+INLINE void dot32(__m512i sum[CP_TILE], const int n, const __m512i w[8], const int8_t *q,
+                  const int apart)
 {
-    const word *quads = (const word *)q;
-    int p;
+    int p, t;
 #pragma GCC unroll 8
     for (p = 0; p < 8; p++)
-        sum = _mm512_dpbusd_epi32(sum, w[p], _mm512_set1_epi32(quads[p]));
-    return sum;
+#pragma GCC unroll 16
+        for (t = 0; t < n; t++) {
+            const word *quad = (const word *)(q + t * apart + 4 * p);
+            /* The intrinsic would become two instructions and a register. */
+            __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum[t]) : "v"(w[p]), "m"(*quad));
+        }
 }
 
 /* 254 * x */
@@ -47,6 +53,43 @@ INLINE void prefetch(const uint8_t *p, const int lines)
         _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
 }
 
+/* The two sums of a row: of products, and of mins. */
+typedef struct {
+    __m512 a[CP_TILE], b[CP_TILE];
+} sums;
+
+INLINE void clear(sums *s, const int n)
+{
+    int t;
+#pragma GCC unroll 16
+    for (t = 0; t < n; t++)
+        s->a[t] = s->b[t] = _mm512_setzero_ps();
+}
+
+/* a += (scale * d) * dot */
+INLINE void add_dots(sums *s, const int n, __m512 scale, const float *d, const __m512i *dot)
+{
+    int t;
+#pragma GCC unroll 16
+    for (t = 0; t < n; t++)
+        s->a[t] = _mm512_add_ps(s->a[t],
+                                _mm512_mul_ps(_mm512_mul_ps(scale, _mm512_set1_ps(d[t])),
+                                              _mm512_cvtepi32_ps(dot[t])));
+}
+
+/* b += min * (d * s) */
+INLINE void add_mins(sums *s, const int n, __m512 min, const float *ds)
+{
+    int t;
+#pragma GCC unroll 16
+    for (t = 0; t < n; t++)
+        s->b[t] = _mm512_add_ps(s->b[t], _mm512_mul_ps(min, _mm512_set1_ps(ds[t])));
+}
+
+/* Sums of many rows stay in memory, so that the dot products of all rows fit the registers. The
+ * compiler would keep some sums and spill dot products. */
+#define KEEP_IN_MEMORY(n)                                                                              do {                                                                                                   if ((n) > 4)                                                                                           __asm__ __volatile__("" : : : "memory");                                                   } while (0)
+
 /* Rows first..first+n-1 of the tile. */
 INLINE void int4_rows(const uint8_t *block, const cp_tile *x, int32_t first, const int n,
                       const int terms, float *out, size_t stride)
@@ -54,107 +97,82 @@ INLINE void int4_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
     const __m512i low = _mm512_set1_epi8(15);
     const int8_t *q = x->q + (size_t)(first * terms * CP_GROUP);
     const float *d = x->d + first, *ds = x->ds + first;
-    const uint8_t *at = block;
-    const int mins_apart = n > 8; /* both sums of so many rows do not fit the registers */
-    __m512 a[16], b[8];
+    const int apart = terms * CP_GROUP;
+    sums s;
     int32_t g;
     int t, p;
-#pragma GCC unroll 16
-    for (t = 0; t < n; t++)
-        a[t] = _mm512_setzero_ps();
-#pragma GCC unroll 8
-    for (t = 0; t < n && !mins_apart; t++)
-        b[t] = _mm512_setzero_ps();
-    for (g = 0; g < x->groups; g++, at += CP_INT4_GROUP) {
-        __m512i w[8];
-        __m512 scale = half16(at), min = half16(at + 32);
+    clear(&s, n);
+    for (g = 0; g < x->groups; g++, block += CP_INT4_GROUP) {
+        __m512i w[8], dot[CP_TILE];
         if (n <= 4)
-            prefetch(at + AHEAD, 5);
+            prefetch(block + AHEAD, 5);
 #pragma GCC unroll 4
         for (p = 0; p < 4; p++) {
-            __m512i pairs = _mm512_loadu_si512(at + 64 + 64 * p);
+            __m512i pairs = _mm512_loadu_si512(block + 64 + 64 * p);
             w[p] = _mm512_and_si512(pairs, low);
             w[4 + p] = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), low);
         }
 #pragma GCC unroll 16
-        for (t = 0; t < n; t++) {
-            __m512i dot = dot32(_mm512_setzero_si512(), w, q + t * terms * CP_GROUP);
-            if (terms == 2)
-                dot = dot32(first_term(dot), w, q + (t * 2 + 1) * CP_GROUP);
-            a[t] = _mm512_add_ps(a[t], _mm512_mul_ps(_mm512_mul_ps(scale, _mm512_set1_ps(d[t])),
-                                                     _mm512_cvtepi32_ps(dot)));
-            if (!mins_apart)
-                b[t] = _mm512_add_ps(b[t], _mm512_mul_ps(min, _mm512_set1_ps(ds[t])));
+        for (t = 0; t < n; t++)
+            dot[t] = _mm512_setzero_si512();
+        dot32(dot, n, w, q, apart);
+        if (terms == 2) {
+#pragma GCC unroll 16
+            for (t = 0; t < n; t++)
+                dot[t] = first_term(dot[t]);
+            dot32(dot, n, w, q + CP_GROUP, apart);
         }
-        q += x->n * terms * CP_GROUP;
+        add_mins(&s, n, half16(block + 32), ds);
+        add_dots(&s, n, half16(block), d, dot);
+        KEEP_IN_MEMORY(n);
+        q += x->n * apart;
         d += x->n;
         ds += x->n;
     }
-    if (!mins_apart) {
-#pragma GCC unroll 8
-        for (t = 0; t < n; t++)
-            _mm512_storeu_ps(out + (size_t)t * stride, _mm512_add_ps(a[t], b[t]));
-        return;
-    }
 #pragma GCC unroll 16
     for (t = 0; t < n; t++)
-        _mm512_storeu_ps(out + (size_t)t * stride, a[t]);
-#pragma GCC unroll 16
-    for (t = 0; t < n; t++)
-        a[t] = _mm512_setzero_ps();
-    ds = x->ds + first;
-    for (g = 0; g < x->groups; g++, ds += x->n) {
-        __m512 min = half16(block + g * CP_INT4_GROUP + 32);
-#pragma GCC unroll 16
-        for (t = 0; t < n; t++)
-            a[t] = _mm512_add_ps(a[t], _mm512_mul_ps(min, _mm512_set1_ps(ds[t])));
-    }
-#pragma GCC unroll 16
-    for (t = 0; t < n; t++) {
-        float *row = out + (size_t)t * stride;
-        _mm512_storeu_ps(row, _mm512_add_ps(_mm512_loadu_ps(row), a[t]));
-    }
+        _mm512_storeu_ps(out + (size_t)t * stride, _mm512_add_ps(s.a[t], s.b[t]));
 }
 
 INLINE void int8_rows(const uint8_t *block, const cp_tile *x, int32_t first, const int n,
                       const int terms, float *out, size_t stride)
 {
     const __m512i top_bits = _mm512_set1_epi8((char)0x80);
+    const uint8_t *slabs = block + cp_int8_scale_bytes(x->cols);
     const int8_t *q = x->q + (size_t)(first * terms * CP_GROUP);
     const float *d = x->d + first;
     const int32_t *bias = x->bias + first;
-    const uint8_t *at = block + cp_int8_scale_bytes(x->cols);
-    __m512 a[16];
+    const int apart = terms * CP_GROUP;
+    sums s;
     int32_t g;
     int t, p;
-#pragma GCC unroll 16
-    for (t = 0; t < n; t++)
-        a[t] = _mm512_setzero_ps();
-    for (g = 0; g < x->groups; g++, at += CP_INT8_GROUP) {
-        __m512i w[8];
-        __m512 scale = half16(block + g * CP_BLOCK * 2);
+    clear(&s, n);
+    for (g = 0; g < x->groups; g++, slabs += CP_INT8_GROUP) {
+        __m512i w[8], dot[CP_TILE];
         if (n <= 4)
-            prefetch(at + AHEAD, 8);
+            prefetch(slabs + AHEAD, 8);
 #pragma GCC unroll 8
         for (p = 0; p < 8; p++)
-            w[p] = _mm512_xor_si512(_mm512_loadu_si512(at + 64 * p), top_bits);
+            w[p] = _mm512_xor_si512(_mm512_loadu_si512(slabs + 64 * p), top_bits);
 #pragma GCC unroll 16
-        for (t = 0; t < n; t++) {
-            __m512i dot = _mm512_set1_epi32(bias[t]);
-            if (terms == 2)
-                dot = _mm512_add_epi32(
-                    dot, first_term(dot32(_mm512_setzero_si512(), w, q + t * 2 * CP_GROUP)));
-            dot = dot32(dot, w, q + (t * terms + terms - 1) * CP_GROUP);
-            a[t] = _mm512_add_ps(a[t], _mm512_mul_ps(_mm512_mul_ps(scale, _mm512_set1_ps(d[t])),
-                                                     _mm512_cvtepi32_ps(dot)));
+        for (t = 0; t < n; t++)
+            dot[t] = terms == 2 ? _mm512_setzero_si512() : _mm512_set1_epi32(bias[t]);
+        dot32(dot, n, w, q, apart);
+        if (terms == 2) {
+#pragma GCC unroll 16
+            for (t = 0; t < n; t++)
+                dot[t] = _mm512_add_epi32(first_term(dot[t]), _mm512_set1_epi32(bias[t]));
+            dot32(dot, n, w, q + CP_GROUP, apart);
         }
-        q += x->n * terms * CP_GROUP;
+        add_dots(&s, n, half16(block + g * CP_BLOCK * 2), d, dot);
+        KEEP_IN_MEMORY(n);
+        q += x->n * apart;
         d += x->n;
         bias += x->n;
     }
 #pragma GCC unroll 16
     for (t = 0; t < n; t++)
-        _mm512_storeu_ps(out + (size_t)t * stride, a[t]);
+        _mm512_storeu_ps(out + (size_t)t * stride, s.a[t]);
 }
 
 /* A tile of any size is cut into pieces that are compiled for their size. */
