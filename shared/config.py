@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import ConfigError
+from shared.kernel.names import AUTO, KERNELS
 
 PREFIX = "CELLPIPE_"
 DEFAULT_CACHE_DIR = "~/.cache/cellpipe/models"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("console", "json")
-KERNELS = ("auto", "native", "reference")
 # Read by the tests, the Makefile and infra/servers, not by the program.
 FOREIGN_KEYS = ("CELLPIPE_ALLOW_INSTALL",)
 FOREIGN_PREFIX = "CELLPIPE_TEST_"
@@ -37,7 +37,7 @@ class Config:
     cache_dir: Path = Path(DEFAULT_CACHE_DIR)
     log_level: str | None = None
     log_format: str = "console"
-    kernel: str = "auto"
+    kernel: str = AUTO
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:

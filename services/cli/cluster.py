@@ -31,6 +31,7 @@ def worker(
         ),
     ] = None,
     memory: Annotated[str, typer.Option(help="Memory of this process in all.")] = "256MiB",
+    threads: Annotated[int, typer.Option(help="Threads that compute; 0 is one a core.", min=0)] = 1,
 ) -> None:
     """Serve layer groups of the active layout until SIGTERM or Ctrl-C.
 
@@ -54,7 +55,7 @@ def worker(
             options,
             broker=broker,
             stores=stores,
-            backend=kernel_backend(config),
+            backend=kernel_backend(config, threads),
             stopping=stopping,
         ).run()
 

@@ -58,6 +58,10 @@ Timeout = Annotated[float, typer.Option(min=1.0, help="Give up after this many s
 Groups = Annotated[
     int, typer.Option("--groups", help="Layer groups of the embedded pipeline.", min=1)
 ]
+Threads = Annotated[
+    int,
+    typer.Option("--threads", help="Threads of the embedded kernel; 0 is one a core.", min=0),
+]
 
 
 @app.command()
@@ -73,6 +77,7 @@ def run(
     system: System = None,
     raw: Annotated[bool, typer.Option(help="Continue the prompt, without chat template.")] = False,
     groups: Groups = 1,
+    threads: Threads = 0,
     timeout: Timeout = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -90,7 +95,9 @@ def run(
         raise ConfigError("--system goes through the chat template, which --raw leaves out")
     sampling = _sampling(temperature, top_k, top_p, seed, max_tokens)
     turns = _conversation(system, [ChatMessage("user", text)])
-    with open_session(config, model=model, cluster=cluster, num_groups=groups) as session:
+    with open_session(
+        config, model=model, cluster=cluster, num_groups=groups, num_threads=threads
+    ) as session:
         request = Request(
             request_id=new_request_id(),
             prompt=text if raw else None,
@@ -130,6 +137,7 @@ def chat(
     seed: Seed = None,
     system: System = None,
     groups: Groups = 1,
+    threads: Threads = 0,
     timeout: Timeout = 600.0,
 ) -> None:
     """Talk with the model. An empty line or Ctrl-D ends it; Ctrl-C stops an answer.
@@ -143,7 +151,9 @@ def chat(
     _check_timeout(timeout)
     sampling = _sampling(temperature, top_k, top_p, seed, max_tokens)
     history: list[ChatMessage] = []
-    with open_session(config, model=model, cluster=cluster, num_groups=groups) as session:
+    with open_session(
+        config, model=model, cluster=cluster, num_groups=groups, num_threads=threads
+    ) as session:
         note = _seed_note(sampling)
         typer.echo(f"{session.model_id}{note}. An empty line ends the conversation.", err=True)
         while text := _read_line():

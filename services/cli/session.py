@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,9 +35,9 @@ class Session:
 
 @contextmanager
 def open_session(
-    config: Config, *, model: str, cluster: bool | None, num_groups: int
+    config: Config, *, model: str, cluster: bool | None, num_groups: int, num_threads: int
 ) -> Iterator[Session]:
-    """The pipeline that a command asked for; closed at the end."""
+    """The pipeline that a command asked for; closed at the end. Threads are the embedded one's."""
     if cluster is None:
         cluster = bool(config.amqp_url or config.redis_url)
     if cluster and num_groups != 1:
@@ -44,14 +45,16 @@ def open_session(
     opened = (
         _cluster_session(config, model)
         if cluster
-        else _embedded_session(config, model, num_groups=num_groups)
+        else _embedded_session(config, model, num_groups=num_groups, num_threads=num_threads)
     )
     with opened as session:
         yield session
 
 
 @contextmanager
-def _embedded_session(config: Config, model: str, *, num_groups: int) -> Iterator[Session]:
+def _embedded_session(
+    config: Config, model: str, *, num_groups: int, num_threads: int
+) -> Iterator[Session]:
     from services.embedded import Engine
     from services.loader.packed import open_packed
     from services.loader.pull import resolve_model
@@ -59,7 +62,7 @@ def _embedded_session(config: Config, model: str, *, num_groups: int) -> Iterato
     with StageBar() as bar:
         model_file = resolve_model(model, config.cache_dir, progress=bar.show)
         packed = open_packed(model_file, config.cache_dir, progress=bar.show)
-    backend = kernel_backend(config)
+    backend = kernel_backend(config, num_threads)
     with Engine(packed.manifest, packed.read_shard, backend, num_groups=num_groups) as engine:
         yield Session(engine.producer, engine.tokenizer, engine.model_id, engine.check)
 
@@ -135,11 +138,14 @@ def open_stores(config: Config) -> Iterator[Stores]:
         stores.close()
 
 
-def kernel_backend(config: Config) -> KernelBackend:
-    """The kernel that the settings ask for; one warning when it is the slow one by default."""
+def kernel_backend(config: Config, num_threads: int) -> KernelBackend:
+    """The kernel that the settings ask for; one warning when it is the slow one by default.
+
+    0 threads are as many as there are cores.
+    """
     from shared.model.backend import pick_backend
 
-    backend = pick_backend(None if config.kernel == "auto" else config.kernel)
+    backend = pick_backend(config.kernel, num_threads=num_threads or len(os.sched_getaffinity(0)))
     if config.kernel == "auto" and backend.name == "reference":
         print(
             "cellpipe: warning: the C kernel is not built; NumPy computes the same, slowly.\n"

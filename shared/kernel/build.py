@@ -16,7 +16,22 @@ from pathlib import Path
 from cffi import FFI
 
 SOURCE_DIR = "shared/kernel/csrc"  # relative to the project root, as setuptools wants it
-SOURCES = ("geometry", "matmul", "portable", "operations", "attention", "group", "ends")
+SOURCES = (
+    "paths",
+    "threads",
+    "geometry",
+    "matmul",
+    "attention",
+    "group",
+    "ends",
+    "measure",
+    "rows",
+    "block_portable",
+    "rows_avx2",
+    "attend_avx2",
+    "block_avx2",
+    "block_avx512",
+)
 TARGET = "_native.abi3.so"  # as setuptools calls it: two names, and Python would take the older one
 ROOT = Path(os.path.abspath(__file__)).parents[2]  # setuptools gives __file__ relative to the root
 
@@ -28,6 +43,7 @@ COMPILE_ARGS = (
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-pthread",
 )
 
 
@@ -52,6 +68,7 @@ def make_builder(root: str = "") -> FFI:
         include_dirs=[source_dir],
         extra_compile_args=list(COMPILE_ARGS),
         libraries=["m"],
+        extra_link_args=["-pthread"],
         optional=True,  # an installation without a compiler succeeds
     )
     return builder

@@ -19,6 +19,12 @@ from shared.kernel.matrix import Float32, PackedMatrix
 from shared.kernel.weights import GroupWeights, PagedSlice
 
 _KINDS = {"f32": lib.CP_KIND_F32, "int4": lib.CP_KIND_INT4, "int8": lib.CP_KIND_INT8}
+_PATHS = {
+    "portable": lib.CP_PORTABLE,
+    "avx2": lib.CP_AVX2,
+    "avx512vnni": lib.CP_AVX512VNNI,
+    "neon": lib.CP_NEON_DOT,
+}
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 _MEANINGS = {
     lib.CP_BAD_SIZE: "sizes disagree",
@@ -29,19 +35,35 @@ _MEANINGS = {
 }
 
 
-class NativeBackend:
-    """The C kernel."""
+def has_path(name: str) -> bool:
+    """Whether this build and this CPU have an instruction set (a name of `NATIVE_PATHS`)."""
+    return bool(lib.cp_has_path(_PATHS[name]))
 
-    name = "native"
+
+class NativeBackend:
+    """The C kernel on one instruction set and `num_threads` threads, this one among them.
+
+    The threads start when they are first used. They belong to one call at a time: when two threads
+    of Python compute at once, one of them computes alone.
+    """
+
+    def __init__(self, name: str, num_threads: int = 1) -> None:
+        self.name = name
+        self.num_threads = num_threads
+        engine = lib.cp_engine_new(_PATHS[name], num_threads)
+        if engine == ffi.NULL:
+            raise KernelError(f"kernel {name} with {num_threads} threads cannot be made here")
+        self.engine = ffi.gc(engine, lib.cp_engine_free)
 
     def bind(self, weights: GroupWeights) -> NativeGroup:
-        return NativeGroup(weights)
+        return NativeGroup(weights, self.engine)
 
 
 class NativeGroup:
     """A layer group as the C kernel sees it. Not thread-safe: it keeps its scratch memory."""
 
-    def __init__(self, weights: GroupWeights) -> None:
+    def __init__(self, weights: GroupWeights, engine: Any) -> None:
+        self._engine = engine
         self._weights = weights  # the C structs point into its arrays
         self._fault = ffi.new("cp_fault *")
         self._scratch = aligned_zeros(0)
@@ -71,9 +93,12 @@ class NativeGroup:
             sequence.num_rows = part.num_rows
             sequence.num_pages = len(part.addresses)
             sequence.pages = ffi.cast("uint16_t *const *", ffi.from_buffer(part.addresses))
-        scratch, size = self._scratch_of(lib.cp_forward_scratch(self._group, len(hidden)))
+        scratch, size = self._scratch_of(
+            lib.cp_forward_scratch(self._engine, self._group, len(hidden))
+        )
         self._check(
             lib.cp_forward(
+                self._engine,
                 self._group,
                 sequences,
                 len(slices),
@@ -92,9 +117,10 @@ class NativeGroup:
         hidden_rows = np.ascontiguousarray(hidden_rows, np.float32)
         num_rows = len(hidden_rows)
         out = np.empty((num_rows, weights.head.rows), np.float32)
-        scratch, size = self._scratch_of(lib.cp_logits_scratch(self._head, num_rows))
+        scratch, size = self._scratch_of(lib.cp_logits_scratch(self._engine, self._head, num_rows))
         self._check(
             lib.cp_logits(
+                self._engine,
                 self._head,
                 _floats(weights.final_norm),
                 weights.shape.norm_eps,
@@ -138,40 +164,68 @@ class NativeGroup:
         _raise_for(code, self._fault)
 
 
-def matmul(matrix: PackedMatrix, x: Float32, terms: int = 1) -> Float32:
+def matmul(backend: NativeBackend, matrix: PackedMatrix, x: Float32, terms: int = 1) -> Float32:
     """(R, C) -> (R, rows) by the C kernel, with its own quantisation of x to 1 or 2 terms."""
-    x = np.ascontiguousarray(x, np.float32)
-    out = np.empty((len(x), matrix.rows), np.float32)
-    c_matrix = _matrix_or_none(matrix)
-    fault = ffi.new("cp_fault *")
-    scratch = aligned_zeros(lib.cp_matmul_scratch(c_matrix, len(x)))
-    pointer = ffi.from_buffer("uint8_t[]", scratch)
-    code = lib.cp_matmul(
-        c_matrix, _floats(x), len(x), terms, _floats(out), pointer, scratch.nbytes, fault
-    )
-    _raise_for(code, fault)
-    return out
+    return BoundMatmul(backend, matrix, x, terms)()
 
 
-def exp(x: Float32) -> Float32:
+class BoundMatmul:
+    """One product with everything at hand, to be called again and again."""
+
+    def __init__(
+        self, backend: NativeBackend, matrix: PackedMatrix, x: Float32, terms: int
+    ) -> None:
+        self._x = np.ascontiguousarray(x, np.float32)
+        self._out = np.empty((len(x), matrix.rows), np.float32)
+        self._fault = ffi.new("cp_fault *")
+        self._keep = (backend, matrix, c_matrix := _matrix_or_none(matrix))
+        scratch = aligned_zeros(lib.cp_matmul_scratch(backend.engine, c_matrix, len(x)))
+        self._arguments = (
+            backend.engine,
+            c_matrix,
+            _floats(self._x),
+            len(x),
+            terms,
+            _floats(self._out),
+            ffi.from_buffer("uint8_t[]", scratch),
+            scratch.nbytes,
+            self._fault,
+        )
+
+    def __call__(self) -> Float32:
+        _raise_for(lib.cp_matmul(*self._arguments), self._fault)
+        return self._out
+
+
+def exp(backend: NativeBackend, x: Float32) -> Float32:
     """The C kernel's exp of a flat array."""
     out = np.empty_like(x)
-    lib.cp_exp(_floats(x), _floats(out), x.size)
+    lib.cp_exp(backend.engine, _floats(x), _floats(out), x.size)
     return out
 
 
-def to_half(x: Float32) -> npt.NDArray[np.uint16]:
+def to_half(backend: NativeBackend, x: Float32) -> npt.NDArray[np.uint16]:
     """The C kernel's fp16 bits of a flat array."""
     out = np.empty(x.shape, np.uint16)
-    lib.cp_to_half(_floats(x), ffi.from_buffer("uint16_t[]", out), x.size)
+    lib.cp_to_half(backend.engine, _floats(x), ffi.from_buffer("uint16_t[]", out), x.size)
     return out
 
 
-def from_half(bits: npt.NDArray[np.uint16]) -> Float32:
+def from_half(backend: NativeBackend, bits: npt.NDArray[np.uint16]) -> Float32:
     """The C kernel's binary32 of flat fp16 bits."""
     out = np.empty(bits.shape, np.float32)
-    lib.cp_from_half(ffi.from_buffer("uint16_t[]", bits), _floats(out), bits.size)
+    lib.cp_from_half(backend.engine, ffi.from_buffer("uint16_t[]", bits), _floats(out), bits.size)
     return out
+
+
+def peak_multiply_adds(backend: NativeBackend, rounds: int) -> int:
+    """Do multiply-adds of int8 in registers on all threads at once; returns how many were done."""
+    return int(lib.cp_peak(backend.engine, rounds))
+
+
+def read_memory(backend: NativeBackend, data: npt.NDArray[np.uint8]) -> None:
+    """Read every byte once, each thread its share, and do nothing with them."""
+    lib.cp_read(backend.engine, ffi.from_buffer("uint8_t[]", data), data.nbytes // 4096 * 4096)
 
 
 def _floats(array: Float32) -> Any:

@@ -13,7 +13,7 @@ from shared.errors import KernelError, KvMissing
 from shared.manifest import TensorKind
 from shared.model.kv_cache import SequenceCache
 from shared.model.layer_group import LayerGroup, SequenceSlice
-from tests.kernel_backends import every_backend, load_group
+from tests.kernel_backends import every_backend, every_path, load_group, native_paths
 from tests.tiny_model import TinyModel, tiny_model
 
 NUM_TOKENS = 37
@@ -46,15 +46,22 @@ def model() -> TinyModel:
     return tiny_model()
 
 
-@pytest.fixture(scope="module", params=["native", "reference"])
+@pytest.fixture(
+    scope="module",
+    params=[(path, threads) for path in native_paths for threads in (1, 3)] + [("reference", 1)],
+)
 def group(request: pytest.FixtureRequest, model: TinyModel) -> LayerGroup:
-    return load_group(model, request.param)
+    path, num_threads = request.param
+    return load_group(model, path, num_threads=num_threads)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_native_equals_the_reference(variant: str) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@every_path
+def test_native_equals_the_reference(path: str, num_threads: int, variant: str) -> None:
     other = tiny_model(3, **VARIANTS[variant])  # type: ignore[arg-type]
-    native, reference = load_group(other, "native"), load_group(other, "reference")
+    native = load_group(other, path, num_threads=num_threads)
+    reference = load_group(other, "reference")
 
     hidden, rows = run_whole(native, prompt())
     want_hidden, want_rows = run_whole(reference, prompt())

@@ -1,7 +1,7 @@
 /* The kernel's interface: what a caller hands in, and what it gets back.
  *
- * docs/arithmetic.md defines every result. The kernel allocates nothing, keeps no state between
- * calls, knows no Python and no operating system; all memory is the caller's.
+ * docs/arithmetic.md defines every result. The kernel keeps no state between calls but the threads
+ * of an engine and knows no Python; all memory but an engine's is the caller's.
  *
  * R rows of the batch, D hidden_size, H heads, V vocab.
  */
@@ -27,6 +27,19 @@ enum {
     CP_BAD_TOKEN = 4,     /* a token id outside the vocabulary; `row` says which */
     CP_BAD_SCRATCH = 5    /* scratch memory too small */
 };
+
+enum { CP_PORTABLE = 0, CP_AVX2 = 1, CP_AVX512VNNI = 2, CP_NEON_DOT = 3, CP_NUM_PATHS = 4 };
+
+/* How to compute: an instruction set and a number of threads. */
+typedef struct cp_engine cp_engine;
+
+/* Whether this build and this CPU have a path. */
+int cp_has_path(int32_t path);
+
+/* NULL if the path is missing or memory is. Threads start with the first call that uses the engine,
+ * and again in a forked child. One call at a time uses them; others meanwhile run on one thread. */
+cp_engine *cp_engine_new(int32_t path, int32_t num_threads);
+void cp_engine_free(cp_engine *engine);
 
 typedef struct {
     int32_t layer;
@@ -74,33 +87,40 @@ typedef struct {
 } cp_sequence;
 
 /* Bytes of scratch memory that cp_forward needs for a batch of num_rows rows. */
-uint64_t cp_forward_scratch(const cp_group *group, int32_t num_rows);
+uint64_t cp_forward_scratch(const cp_engine *engine, const cp_group *group, int32_t num_rows);
 
 /* Run the layers of a group over hidden (R, D), in place, the rows of the sequences one after the
  * other. Writes their keys and values into the pages. Returns CP_OK or what is wrong; then hidden
  * and the new KV rows are of no use. */
-int cp_forward(const cp_group *group, const cp_sequence *sequences, int32_t num_sequences,
-               float *hidden, int32_t num_rows, void *scratch, uint64_t scratch_bytes,
-               cp_fault *fault);
+int cp_forward(cp_engine *engine, const cp_group *group, const cp_sequence *sequences,
+               int32_t num_sequences, float *hidden, int32_t num_rows, void *scratch,
+               uint64_t scratch_bytes, cp_fault *fault);
 
 /* Rows of a matrix as binary32: out (n, cols). */
 int cp_embed(const cp_matrix *matrix, const int32_t *token_ids, int32_t n, float *out,
              cp_fault *fault);
 
-uint64_t cp_logits_scratch(const cp_matrix *head, int32_t num_rows);
+uint64_t cp_logits_scratch(const cp_engine *engine, const cp_matrix *head, int32_t num_rows);
 
 /* out (n, V) = head x rms_norm(rows (n, D)). */
-int cp_logits(const cp_matrix *head, const float *norm, float norm_eps, const float *rows,
-              int32_t n, float *out, void *scratch, uint64_t scratch_bytes, cp_fault *fault);
+int cp_logits(cp_engine *engine, const cp_matrix *head, const float *norm, float norm_eps,
+              const float *rows, int32_t n, float *out, void *scratch, uint64_t scratch_bytes,
+              cp_fault *fault);
 
-/* Single operations, for tests that hold them against the reference. x is quantised to `terms` (1
- * or 2) bytes. */
-uint64_t cp_matmul_scratch(const cp_matrix *matrix, int32_t num_rows);
-int cp_matmul(const cp_matrix *matrix, const float *x, int32_t num_rows, int32_t terms,
-              float *out, void *scratch, uint64_t scratch_bytes, cp_fault *fault);
-void cp_exp(const float *x, float *out, int32_t n);
-void cp_to_half(const float *x, uint16_t *out, int32_t n);
-void cp_from_half(const uint16_t *x, float *out, int32_t n);
+/* Single operations, for tests that hold them against the reference, and for measuring. x is
+ * quantised to `terms` (1 or 2) bytes. */
+uint64_t cp_matmul_scratch(const cp_engine *engine, const cp_matrix *matrix, int32_t num_rows);
+int cp_matmul(cp_engine *engine, const cp_matrix *matrix, const float *x, int32_t num_rows,
+              int32_t terms, float *out, void *scratch, uint64_t scratch_bytes, cp_fault *fault);
+void cp_exp(const cp_engine *engine, const float *x, float *out, int32_t n);
+void cp_to_half(const cp_engine *engine, const float *x, uint16_t *out, int32_t n);
+void cp_from_half(const cp_engine *engine, const uint16_t *x, float *out, int32_t n);
+
+/* What the path could do at most: multiply-adds of int8 in registers, on all threads at once, for
+ * `rounds` rounds; returns how many there were. */
+uint64_t cp_peak(cp_engine *engine, uint64_t rounds);
+/* Reads n bytes (a multiple of 4096) once, each thread its share; returns a number made from them. */
+uint64_t cp_read(cp_engine *engine, const uint8_t *bytes, uint64_t n);
 /* cffi: end */
 
 #endif

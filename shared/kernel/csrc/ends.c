@@ -1,69 +1,135 @@
-/* What lies before and after the layers: the embedding, a single matmul, the logits. */
+/* What lies before and after the layers: the embedding, the logits; and single operations. */
 #include "fpmode.h"
 #include "internal.h"
 #include "numbers.h"
 
-uint64_t cp_matmul_scratch(const cp_matrix *matrix, int32_t num_rows)
+typedef struct {
+    const cp_path *path;
+    const cp_matrix *matrix;
+    const float *x;
+    const float *norm; /* NULL: x is not normalised */
+    float norm_eps;
+    float *normed;
+    cp_acts acts;
+    float *out;
+} ends_job;
+
+/* out = matrix x (x or rms_norm(x)). */
+static void multiply_rows(cp_team *team, int32_t me, void *context)
 {
-    cp_arena arena = {NULL, 0};
-    cp_take_acts(&arena, num_rows, matrix->cols, 2);
-    return arena.used;
+    const ends_job *job = context;
+    const cp_path *path = job->path;
+    const cp_matrix *m = job->matrix;
+    int32_t cols = m->cols, r, first, end, first_col, end_col;
+    cp_share(team, me, job->acts.rows, 1, &first, &end);
+    for (r = first; r < end; r++) {
+        const float *x = job->x + (size_t)r * (size_t)cols;
+        float *normed = job->normed + (size_t)r * (size_t)cols;
+        int fine = job->norm ? cp_norm_quantized(path, x, job->norm, job->norm_eps, normed,
+                                                 &job->acts, r)
+                             : cp_quantize(path, x, &job->acts, r, 0, cols / CP_GROUP);
+        if (!fine) {
+            cp_blame(team, r);
+            break;
+        }
+    }
+    if (cp_barrier(team))
+        return;
+    cp_share(team, me, cp_num_blocks(m), 1, &first, &end);
+    cp_multiply(path, m, &job->acts, job->out, first, end);
+    first_col = first * CP_BLOCK;
+    end_col = end * CP_BLOCK < m->rows ? end * CP_BLOCK : m->rows;
+    for (r = 0; r < job->acts.rows && first_col < end_col; r++)
+        if (!path->all_finite(job->out + (size_t)r * (size_t)m->rows + first_col,
+                              end_col - first_col))
+            cp_blame(team, r);
 }
 
-int cp_matmul(const cp_matrix *matrix, const float *x, int32_t num_rows, int32_t terms,
-              float *out, void *scratch, uint64_t scratch_bytes, cp_fault *fault)
+static ends_job take_job(cp_arena *arena, const cp_engine *engine, const cp_matrix *matrix,
+                         int32_t rows, int32_t terms, int normed)
 {
-    cp_arena arena = {scratch, 0};
-    cp_acts acts;
-    cp_fpmode mode;
-    fault->layer = fault->row = -1;
-    if (num_rows <= 0 || terms < 1 || terms > 2 || matrix->kind == CP_KIND_F32 ||
-        !cp_matrix_valid(matrix, matrix->rows, matrix->cols))
-        return CP_BAD_SIZE;
-    acts = cp_take_acts(&arena, num_rows, matrix->cols, terms);
-    if (scratch == NULL || arena.used > scratch_bytes)
-        return CP_BAD_SCRATCH;
-    mode = cp_fpmode_enter();
-    fault->row = cp_quantize(x, num_rows, matrix->cols, terms, &acts);
-    if (fault->row < 0) {
-        cp_multiply_all(matrix, &acts, num_rows, out);
-        fault->row = cp_unfinished_row(out, num_rows, matrix->rows);
-    }
-    cp_fpmode_leave(mode);
+    ends_job job = {0};
+    job.path = cp_engine_path(engine);
+    job.matrix = matrix;
+    job.normed = NULL;
+    if (normed)
+        job.normed = cp_take(arena, (uint64_t)rows * (uint64_t)matrix->cols, sizeof(float));
+    job.acts = cp_take_acts(arena, job.path, rows, matrix->cols, terms);
+    return job;
+}
+
+static int run_job(cp_engine *engine, ends_job *job, const float *x, const float *norm,
+                   float norm_eps, float *out, cp_fault *fault)
+{
+    job->x = x;
+    job->norm = norm;
+    job->norm_eps = norm_eps;
+    job->out = out;
+    fault->row = cp_run(engine, multiply_rows, job);
     return fault->row < 0 ? CP_OK : CP_NOT_FINITE;
 }
 
-uint64_t cp_logits_scratch(const cp_matrix *head, int32_t num_rows)
+static int multipliable(const cp_matrix *m, int32_t num_rows)
 {
-    cp_arena arena = {NULL, 0};
-    cp_take(&arena, (uint64_t)num_rows * (uint64_t)head->cols, sizeof(float));
-    return arena.used + cp_matmul_scratch(head, num_rows);
+    return num_rows > 0 && m->kind != CP_KIND_F32 && cp_matrix_valid(m, m->rows, m->cols);
 }
 
-int cp_logits(const cp_matrix *head, const float *norm, float norm_eps, const float *rows,
-              int32_t n, float *out, void *scratch, uint64_t scratch_bytes, cp_fault *fault)
+uint64_t cp_matmul_scratch(const cp_engine *engine, const cp_matrix *matrix, int32_t num_rows)
+{
+    cp_arena arena = {NULL, 0};
+    take_job(&arena, engine, matrix, num_rows, 2, 0);
+    return arena.used;
+}
+
+int cp_matmul(cp_engine *engine, const cp_matrix *matrix, const float *x, int32_t num_rows,
+              int32_t terms, float *out, void *scratch, uint64_t scratch_bytes, cp_fault *fault)
 {
     cp_arena arena = {scratch, 0};
-    float *normed;
-    cp_fpmode mode;
-    int32_t r;
+    ends_job job;
     fault->layer = fault->row = -1;
-    if (n <= 0 || head->kind == CP_KIND_F32 || !cp_matrix_valid(head, head->rows, head->cols))
+    if (terms < 1 || terms > 2 || !multipliable(matrix, num_rows))
         return CP_BAD_SIZE;
-    if (scratch == NULL || cp_logits_scratch(head, n) > scratch_bytes)
+    job = take_job(&arena, engine, matrix, num_rows, terms, 0);
+    if (scratch == NULL || arena.used > scratch_bytes)
         return CP_BAD_SCRATCH;
-    normed = cp_take(&arena, (uint64_t)n * (uint64_t)head->cols, sizeof(float));
-    mode = cp_fpmode_enter();
-    for (r = 0; r < n && fault->row < 0; r++) {
-        size_t at = (size_t)r * (size_t)head->cols;
-        if (!cp_rms_norm(rows + at, norm, norm_eps, head->cols, normed + at))
-            fault->row = r;
-    }
-    cp_fpmode_leave(mode);
-    if (fault->row >= 0)
-        return CP_NOT_FINITE;
-    return cp_matmul(head, normed, n, 2, out, arena.base + arena.used,
-                     scratch_bytes - arena.used, fault);
+    return run_job(engine, &job, x, NULL, 0.0f, out, fault);
+}
+
+uint64_t cp_logits_scratch(const cp_engine *engine, const cp_matrix *head, int32_t num_rows)
+{
+    cp_arena arena = {NULL, 0};
+    take_job(&arena, engine, head, num_rows, 2, 1);
+    return arena.used;
+}
+
+int cp_logits(cp_engine *engine, const cp_matrix *head, const float *norm, float norm_eps,
+              const float *rows, int32_t n, float *out, void *scratch, uint64_t scratch_bytes,
+              cp_fault *fault)
+{
+    cp_arena arena = {scratch, 0};
+    ends_job job;
+    fault->layer = fault->row = -1;
+    if (!multipliable(head, n))
+        return CP_BAD_SIZE;
+    job = take_job(&arena, engine, head, n, 2, 1);
+    if (scratch == NULL || arena.used > scratch_bytes)
+        return CP_BAD_SCRATCH;
+    return run_job(engine, &job, rows, norm, norm_eps, out, fault);
+}
+
+void cp_exp(const cp_engine *engine, const float *x, float *out, int32_t n)
+{
+    cp_engine_path(engine)->exp(x, out, n);
+}
+
+void cp_to_half(const cp_engine *engine, const float *x, uint16_t *out, int32_t n)
+{
+    cp_engine_path(engine)->to_half(x, out, n);
+}
+
+void cp_from_half(const cp_engine *engine, const uint16_t *x, float *out, int32_t n)
+{
+    cp_engine_path(engine)->from_half(x, out, n);
 }
 
 static uint32_t word_at(const uint8_t *p)

@@ -27,6 +27,11 @@ uint64_t cp_chunk_bytes(const cp_matrix *m, int32_t chunk_rows)
     return align_up(blocks * cp_block_bytes(m->kind, m->cols), CP_CHUNK_ALIGN);
 }
 
+int32_t cp_num_blocks(const cp_matrix *m)
+{
+    return (int32_t)(((int64_t)m->rows + CP_BLOCK - 1) / CP_BLOCK);
+}
+
 int cp_matrix_valid(const cp_matrix *m, int32_t rows, int32_t cols)
 {
     uint64_t full, last_rows;
@@ -86,15 +91,18 @@ void *cp_take(cp_arena *arena, uint64_t count, uint64_t size)
     return piece;
 }
 
-cp_acts cp_take_acts(cp_arena *arena, int32_t rows, int32_t cols, int32_t terms)
+cp_acts cp_take_acts(cp_arena *arena, const cp_path *path, int32_t rows, int32_t cols,
+                     int32_t terms)
 {
     cp_acts acts;
-    uint64_t groups = (uint64_t)(cols / CP_GROUP), n = (uint64_t)rows;
+    uint64_t n = (uint64_t)rows, groups = (uint64_t)(cols / CP_GROUP);
     acts.q = cp_take(arena, n * (uint64_t)terms * (uint64_t)cols, 1);
+    acts.wide = path->wants_wide ? cp_take(arena, n * (uint64_t)cols, 2) : NULL;
     acts.d = cp_take(arena, n * groups, sizeof(float));
     acts.ds = cp_take(arena, n * groups, sizeof(float));
+    acts.bias = cp_take(arena, n * groups, sizeof(int32_t));
+    acts.rows = rows;
     acts.cols = cols;
-    acts.groups = (int32_t)groups;
     acts.terms = terms;
     return acts;
 }

@@ -1,4 +1,4 @@
-/* What the kernel's own files share: quantised activations, and the table of block functions. */
+/* What the kernel's own files share: quantised activations, instruction-set paths, threads. */
 #ifndef CELLPIPE_INTERNAL_H
 #define CELLPIPE_INTERNAL_H
 
@@ -7,40 +7,112 @@
 #define CP_GROUP 32      /* inputs that share a scale */
 #define CP_BLOCK 16      /* outputs of a row block */
 #define CP_PAGE 16       /* positions of a KV page */
+#define CP_TILE 16       /* batch rows that share one unpacking of the weights */
 #define CP_INT4_GROUP 320
 #define CP_INT8_GROUP 512
 #define CP_CHUNK_ALIGN 128
 #define CP_FIRST_TERM 254 /* what the first of two terms of an activation counts */
 
 /* Quantised activations of R rows; C cols, G = C/32. Quantised once for all matrices that share an
- * input (q, k, v; gate, up). One term: q itself. Two: 254 * first + second. */
+ * input (q, k, v; gate, up). One term: q itself. Two: 254 * first + second.
+ *
+ * Rows lie in tiles of CP_TILE, the last one shorter: all that a tile of n rows needs of one group
+ * lies together, so that inner loops reach every row at a constant distance. */
 typedef struct {
-    int8_t *q;       /* (R, terms, C) */
-    float *d;        /* (R, G) */
-    float *ds;       /* (R, G): d * float(s) */
+    int8_t *q;     /* per tile [G][n][terms][32] */
+    int16_t *wide; /* per tile [G][n][32]: q in one piece; NULL unless the path wants it */
+    float *d;      /* per tile [G][n] */
+    float *ds;     /* per tile [G][n]: d * float(s) */
+    int32_t *bias; /* per tile [G][n]: -128 * s, for products with weights that are 128 too large */
+    int32_t rows;
     int32_t cols;
-    int32_t groups;
-    int32_t terms;   /* 1 or 2 */
+    int32_t terms;
 } cp_acts;
 
-/* One instruction set's way to multiply a row block with rows first..first+n-1 of the activations:
- * out[b * out_stride + r] for 16 outputs r. n is at most CP_TILE. */
-#define CP_TILE 8
-typedef void cp_block_fn(const uint8_t *block, const cp_acts *x, int32_t first, int32_t n,
-                         float *out, size_t out_stride);
+/* One tile of them. */
+typedef struct {
+    const int8_t *q;
+    const int16_t *wide;
+    const float *d;
+    const float *ds;
+    const int32_t *bias;
+    int32_t n;
+    int32_t groups;
+    int32_t cols;
+    int32_t terms;
+} cp_tile;
 
+/* One instruction set's way to do things; all give the same bits.
+ *
+ * int4, int8: a row block times a tile, out[t * stride + r] for 16 outputs r.
+ * quantize: one group of 32 values; returns 0 if one is not finite. `low` and `wide` may be NULL.
+ * attend: `num` query heads, head_dim apart, of one row against the first n positions of a page in
+ * `tile`, which `widen` has made from a page's keys and values; returns 0 if a score is not finite.
+ */
+typedef void cp_block_fn(const uint8_t *block, const cp_tile *x, float *out, size_t stride);
 typedef struct {
     const char *name;
+    int32_t wants_wide;
     cp_block_fn *int4;
     cp_block_fn *int8;
+    int (*quantize)(const float *x, int8_t *q, int8_t *low, int16_t *wide, float *d, int32_t *s);
+    float (*dot8)(const float *x, const float *y, int32_t n);
+    void (*scale_by)(const float *x, float factor, const float *weight, int32_t n, float *out);
+    void (*rope)(float *x, const float *cos, const float *sin, int32_t heads, int32_t head_dim,
+                 int32_t half_pairing);
+    void (*silu_mul)(float *gate, const float *up, int32_t n);
+    void (*add_to)(float *x, const float *y, int32_t n);
+    int (*all_finite)(const float *x, int32_t n);
+    void (*exp)(const float *x, float *out, int32_t n);
+    void (*to_half)(const float *x, uint16_t *out, int32_t n);
+    void (*from_half)(const uint16_t *x, float *out, int32_t n);
+    void (*widen)(const uint16_t *keys, const uint16_t *values, int32_t n, int32_t head_dim,
+                  float *tile);
+    int (*attend)(const float *q, int32_t num, const float *tile, int32_t head_dim, int32_t n,
+                  float score_scale, float *max, float *total, float *acc);
+    uint64_t (*peak)(uint64_t rounds);
+    uint64_t (*read)(const uint8_t *bytes, uint64_t n);
 } cp_path;
 
 extern const cp_path cp_path_portable;
+#if defined(__x86_64__) && defined(__GNUC__)
+#define CP_X86 1
+extern const cp_path cp_path_avx2, cp_path_avx512vnni;
+#endif
+#if defined(__aarch64__) && defined(__GNUC__) && defined(__linux__) && !defined(__AARCH64EB__)
+#define CP_NEON 1
+extern const cp_path cp_path_neon;
+#endif
+const cp_path *cp_path_at(int32_t index); /* NULL if this CPU lacks it */
+
+/* Threads that run one function together (threads.c). */
+typedef struct cp_team cp_team;
+typedef void cp_work(cp_team *team, int32_t me, void *context);
+struct cp_team {
+    int32_t size;
+    int32_t stop;     /* what `bad` was when the last barrier was passed: the same for all */
+    uint32_t bad;     /* least row that is not finite; UINT32_MAX if none */
+    uint32_t next;    /* next unit of work that is handed out; 0 after a barrier */
+    uint32_t arrived, phase;
+    struct cp_engine *engine;
+};
+const cp_path *cp_engine_path(const cp_engine *engine);
+int32_t cp_engine_threads(const cp_engine *engine);
+/* Returns the least bad row, or -1. */
+int32_t cp_run(cp_engine *engine, cp_work *work, void *context);
+/* Waits until all have come. Returns whether a row was found bad so far. */
+int cp_barrier(cp_team *team);
+void cp_blame(cp_team *team, int32_t row);
+int32_t cp_next_unit(cp_team *team);
+/* The part of 0..total-1 that belongs to thread `me`, cut at multiples of `unit`. */
+void cp_share(const cp_team *team, int32_t me, int32_t total, int32_t unit, int32_t *first,
+              int32_t *end);
 
 /* Geometry (geometry.c); 0 for a matrix that has none. */
 uint64_t cp_block_bytes(int32_t kind, int32_t cols);
 uint64_t cp_int8_scale_bytes(int32_t cols);
 uint64_t cp_chunk_bytes(const cp_matrix *m, int32_t chunk_rows);
+int32_t cp_num_blocks(const cp_matrix *m);
 int cp_matrix_valid(const cp_matrix *m, int32_t rows, int32_t cols);
 int cp_group_valid(const cp_group *group, cp_fault *fault);
 
@@ -51,37 +123,32 @@ typedef struct {
     uint64_t used;
 } cp_arena;
 void *cp_take(cp_arena *arena, uint64_t count, uint64_t size);
-cp_acts cp_take_acts(cp_arena *arena, int32_t rows, int32_t cols, int32_t terms);
+cp_acts cp_take_acts(cp_arena *arena, const cp_path *path, int32_t rows, int32_t cols,
+                     int32_t terms);
 
-/* Quantise x (R, cols) to `terms` terms, at most as many as `out` was taken for. Returns -1, or the first row that holds a value that is not finite. */
-int32_t cp_quantize(const float *x, int32_t rows, int32_t cols, int32_t terms, cp_acts *out);
-
-/* out (R, m->rows) for row blocks first_block..end_block-1 (a slice, so that threads can share). */
-void cp_multiply(const cp_path *path, const cp_matrix *m, const cp_acts *x, int32_t rows,
-                 float *out, int32_t first_block, int32_t end_block);
-
-/* The same for all blocks, by the best path. */
-void cp_multiply_all(const cp_matrix *m, const cp_acts *x, int32_t rows, float *out);
-
-/* -1, or the first row of x (rows, cols) that is not finite. */
-int32_t cp_unfinished_row(const float *x, int32_t rows, int32_t cols);
-
-/* Normalise rows into `norm` and quantise that. -1, or the row that is not finite. */
-int32_t cp_norm_quantized(const float *x, const float *weight, float eps, int32_t rows,
-                          int32_t cols, int32_t terms, float *norm, cp_acts *acts);
-
-/* Operations on one row. Return 0 when a sum is not finite. */
-int cp_rms_norm(const float *x, const float *weight, float eps, int32_t n, float *out);
-void cp_rope(float *x, const float *cos, const float *sin, int32_t heads, int32_t head_dim,
-             int32_t half_pairing);
-void cp_silu_mul(float *gate, const float *up, int32_t n);
-
-/* Attention of one sequence in one layer: q and out (rows, H * head_dim). `state` holds
- * 2 * rows * H floats, `tile` 2 * 16 * head_dim. Returns -1, or the row with a score that is not
+/* Quantise groups first..end-1 of row r, whose values are x (cols). Returns 0 if one of them is not
  * finite. */
-int32_t cp_attention(const cp_group *group, const cp_sequence *sequence, int32_t layer,
-                     const float *q, float *out, float *state, float *tile);
-void cp_store_kv(const cp_group *group, const cp_sequence *sequence, int32_t layer,
-                 const float *k, const float *v);
+int cp_quantize(const cp_path *path, const float *x, const cp_acts *acts, int32_t r, int32_t first,
+                int32_t end);
+
+/* out (R, m->rows) for row blocks first_block..end_block-1. */
+void cp_multiply(const cp_path *path, const cp_matrix *m, const cp_acts *x, float *out,
+                 int32_t first_block, int32_t end_block);
+
+/* Normalise a row into `norm` and quantise that. Returns 0 if a value is not finite. */
+int cp_norm_quantized(const cp_path *path, const float *x, const float *weight, float eps,
+                      float *norm, const cp_acts *acts, int32_t r);
+
+/* Write the keys and values (K * head_dim each) of one position. */
+void cp_store_kv(const cp_path *path, const cp_group *g, const cp_sequence *s, int32_t layer,
+                 int64_t position, const float *k, const float *v);
+
+/* Rows first_row..end_row-1 of a sequence, query heads first_head..end_head-1 of one kv head, in one
+ * layer: q and out (rows, H * head_dim). `tile` holds 2 * 16 * head_dim floats, `state` 2 floats a
+ * row and head. Returns -1, or the row with a score that is not finite. */
+int32_t cp_attention(const cp_path *path, const cp_group *g, const cp_sequence *s, int32_t layer,
+                     int32_t first_row, int32_t end_row, int32_t first_head, int32_t end_head,
+                     const float *q, float *out, float *tile, float *state);
+#define CP_ATTENTION_ROWS 16 /* at most, in one call */
 
 #endif

@@ -1,71 +1,51 @@
 /* Quantised activations, and the walk over the chunks of a matrix. The inner loops are the path's. */
 #include "internal.h"
-#include "numbers.h"
 
 #include <string.h>
 
-/* A group of 32; the second term goes to `low`, unless it is NULL. Returns 0 if the group holds a
- * value that is not finite. */
-static int quantize_group(const float *x, int8_t *q, int8_t *low, float *d, float *ds)
+static int32_t tile_rows(const cp_acts *acts, int32_t first)
 {
-    uint32_t max_bits = 0; /* of |x|: the bits of non-negative floats are ordered as they are */
-    int32_t rounded[CP_GROUP];
-    int32_t i, sum = 0, steps = low ? 127 * CP_FIRST_TERM : 127;
-    float amax, id;
-    for (i = 0; i < CP_GROUP; i++) {
-        uint32_t bits = cp_bits(x[i]) & 0x7fffffffu;
-        max_bits = bits > max_bits ? bits : max_bits;
+    return acts->rows - first < CP_TILE ? acts->rows - first : CP_TILE;
+}
+
+int cp_quantize(const cp_path *path, const float *x, const cp_acts *acts, int32_t r, int32_t first,
+                int32_t end)
+{
+    int32_t tile = r / CP_TILE * CP_TILE, n = tile_rows(acts, tile), terms = acts->terms, g;
+    size_t tile_start = (size_t)tile * (size_t)(acts->cols / CP_GROUP);
+    for (g = first; g < end; g++) {
+        size_t at = tile_start + (size_t)g * (size_t)n + (size_t)(r - tile);
+        int8_t *q = acts->q + at * CP_GROUP * (size_t)terms;
+        int16_t *wide = acts->wide ? acts->wide + at * CP_GROUP : NULL;
+        int32_t s;
+        if (!path->quantize(x + (size_t)g * CP_GROUP, q, terms == 2 ? q + CP_GROUP : NULL, wide,
+                            acts->d + at, &s))
+            return 0;
+        acts->ds[at] = acts->d[at] * (float)s;
+        acts->bias[at] = -128 * s;
     }
-    if (max_bits >= 0x7f800000u)
-        return 0;
-    amax = cp_float(max_bits);
-    if (max_bits < (127u - 100u) << 23) { /* 2^-100 */
-        memset(q, 0, CP_GROUP);
-        if (low)
-            memset(low, 0, CP_GROUP);
-        *d = *ds = 0.0f;
-        return 1;
-    }
-    id = (float)steps / amax;
-    for (i = 0; i < CP_GROUP; i++) {
-        int32_t v = cp_rint_int(x[i] * id);
-        v = v > steps ? steps : v;
-        v = v < -steps ? -steps : v;
-        rounded[i] = v;
-        sum += v;
-    }
-    for (i = 0; low && i < CP_GROUP; i++) {
-        int32_t v = rounded[i];
-        /* floor((v + 127) / 254), shifted to where division rounds down */
-        rounded[i] = (v + 127 + CP_FIRST_TERM * 128) / CP_FIRST_TERM - 128;
-        low[i] = (int8_t)(v - CP_FIRST_TERM * rounded[i]);
-    }
-    for (i = 0; i < CP_GROUP; i++)
-        q[i] = (int8_t)rounded[i];
-    *d = amax / (float)steps;
-    *ds = *d * (float)sum;
     return 1;
 }
 
-int32_t cp_quantize(const float *x, int32_t rows, int32_t cols, int32_t terms, cp_acts *out)
+static cp_tile tile_of(const cp_acts *acts, int32_t first)
 {
-    int32_t r, g;
-    out->cols = cols;
-    out->groups = cols / CP_GROUP;
-    out->terms = terms;
-    for (r = 0; r < rows; r++)
-        for (g = 0; g < out->groups; g++) {
-            size_t at = (size_t)r * (size_t)out->groups + (size_t)g;
-            int8_t *q = out->q + (size_t)r * (size_t)cols * (size_t)terms + g * CP_GROUP;
-            if (!quantize_group(x + at * CP_GROUP, q, terms == 2 ? q + cols : NULL, out->d + at,
-                                out->ds + at))
-                return r;
-        }
-    return -1;
+    cp_tile tile;
+    int32_t groups = acts->cols / CP_GROUP;
+    size_t at = (size_t)first * (size_t)groups;
+    tile.q = acts->q + at * CP_GROUP * (size_t)acts->terms;
+    tile.wide = acts->wide ? acts->wide + at * CP_GROUP : NULL;
+    tile.d = acts->d + at;
+    tile.ds = acts->ds + at;
+    tile.bias = acts->bias + at;
+    tile.n = tile_rows(acts, first);
+    tile.groups = groups;
+    tile.cols = acts->cols;
+    tile.terms = acts->terms;
+    return tile;
 }
 
-void cp_multiply(const cp_path *path, const cp_matrix *m, const cp_acts *x, int32_t rows,
-                 float *out, int32_t first_block, int32_t end_block)
+void cp_multiply(const cp_path *path, const cp_matrix *m, const cp_acts *x, float *out,
+                 int32_t first_block, int32_t end_block)
 {
     cp_block_fn *multiply = m->kind == CP_KIND_INT4 ? path->int4 : path->int8;
     uint64_t block_bytes = cp_block_bytes(m->kind, m->cols);
@@ -73,34 +53,24 @@ void cp_multiply(const cp_path *path, const cp_matrix *m, const cp_acts *x, int3
     int32_t blocks_per_chunk = m->chunk_rows / CP_BLOCK;
     size_t stride = (size_t)m->rows;
     float padded[CP_TILE * CP_BLOCK];
-    int32_t b, first, r;
+    int32_t b, first, t;
     /* Blocks outside, batch inside: a block is read from memory once and stays in the first-level
-     * cache while the rows of the batch pass over it. */
+     * cache while the tiles of the batch pass over it. */
     for (b = first_block; b < end_block; b++) {
         const uint8_t *block = m->data + (uint64_t)(b / blocks_per_chunk) * chunk_bytes +
                                (uint64_t)(b % blocks_per_chunk) * block_bytes;
         int32_t left = m->rows - b * CP_BLOCK;
-        for (first = 0; first < rows; first += CP_TILE) {
-            int32_t n = rows - first < CP_TILE ? rows - first : CP_TILE;
+        for (first = 0; first < x->rows; first += CP_TILE) {
+            cp_tile tile = tile_of(x, first);
             float *at = out + (size_t)first * stride + (size_t)b * CP_BLOCK;
             if (left >= CP_BLOCK) {
-                multiply(block, x, first, n, at, stride);
+                multiply(block, &tile, at, stride);
                 continue;
             }
-            multiply(block, x, first, n, padded, CP_BLOCK);
-            for (r = 0; r < n; r++)
-                memcpy(at + (size_t)r * stride, padded + r * CP_BLOCK,
+            multiply(block, &tile, padded, CP_BLOCK);
+            for (t = 0; t < tile.n; t++)
+                memcpy(at + (size_t)t * stride, padded + t * CP_BLOCK,
                        (size_t)left * sizeof(float));
         }
     }
-}
-
-static const cp_path *current_path(void)
-{
-    return &cp_path_portable;
-}
-
-void cp_multiply_all(const cp_matrix *m, const cp_acts *x, int32_t rows, float *out)
-{
-    cp_multiply(current_path(), m, x, rows, out, 0, (m->rows + CP_BLOCK - 1) / CP_BLOCK);
 }

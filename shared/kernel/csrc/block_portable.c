@@ -3,8 +3,8 @@
  * A slab of 64 bytes is 16 rows of 4 inputs. The 64 lanes are multiplied with 4 activations that
  * repeat, and summed in 16 bits as long as that is exact.
  */
-#include "internal.h"
 #include "numbers.h"
+#include "rows.h"
 
 #include <string.h>
 
@@ -90,17 +90,18 @@ static inline void dot_int8(const uint8_t *slabs, const int8_t *q, int32_t dot[C
     add_rows(pair, dot);
 }
 
-/* a += (scale * d) * dot for group g of batch row t. */
-static inline void add_group(dot_fn *dot_of, const uint8_t *slabs, const cp_acts *x, int32_t t,
+/* a += (scale * d) * dot for group g of row t of a tile. */
+static inline void add_group(dot_fn *dot_of, const uint8_t *slabs, const cp_tile *x, int32_t t,
                              int32_t g, const float scale[CP_BLOCK], float a[CP_BLOCK])
 {
-    const int8_t *q = x->q + (size_t)t * (size_t)x->terms * (size_t)x->cols + g * CP_GROUP;
-    float d = x->d[(size_t)t * (size_t)x->groups + (size_t)g];
+    size_t at = (size_t)g * (size_t)x->n + (size_t)t;
+    const int8_t *q = x->q + at * CP_GROUP * (size_t)x->terms;
+    float d = x->d[at];
     int32_t dot[CP_BLOCK], low[CP_BLOCK];
     int r;
     dot_of(slabs, q, dot);
     if (x->terms == 2) {
-        dot_of(slabs, q + x->cols, low);
+        dot_of(slabs, q + CP_GROUP, low);
         for (r = 0; r < CP_BLOCK; r++)
             dot[r] = CP_FIRST_TERM * dot[r] + low[r];
     }
@@ -108,8 +109,7 @@ static inline void add_group(dot_fn *dot_of, const uint8_t *slabs, const cp_acts
         a[r] += (scale[r] * d) * (float)dot[r];
 }
 
-static void block_int4(const uint8_t *block, const cp_acts *x, int32_t first, int32_t n,
-                       float *out, size_t out_stride)
+static void block_int4(const uint8_t *block, const cp_tile *x, float *out, size_t stride)
 {
     float a[CP_TILE][CP_BLOCK] = {{0}}, b[CP_TILE][CP_BLOCK] = {{0}};
     int32_t g, t;
@@ -118,20 +118,19 @@ static void block_int4(const uint8_t *block, const cp_acts *x, int32_t first, in
         float scale[CP_BLOCK], min[CP_BLOCK];
         halves(block, scale);
         halves(block + 32, min);
-        for (t = 0; t < n; t++) {
-            float ds = x->ds[(size_t)(first + t) * (size_t)x->groups + (size_t)g];
-            add_group(dot_int4, block + 64, x, first + t, g, scale, a[t]);
+        for (t = 0; t < x->n; t++) {
+            float ds = x->ds[g * x->n + t];
+            add_group(dot_int4, block + 64, x, t, g, scale, a[t]);
             for (r = 0; r < CP_BLOCK; r++)
                 b[t][r] += min[r] * ds;
         }
     }
-    for (t = 0; t < n; t++)
+    for (t = 0; t < x->n; t++)
         for (r = 0; r < CP_BLOCK; r++)
-            out[(size_t)t * out_stride + (size_t)r] = a[t][r] + b[t][r];
+            out[(size_t)t * stride + (size_t)r] = a[t][r] + b[t][r];
 }
 
-static void block_int8(const uint8_t *block, const cp_acts *x, int32_t first, int32_t n,
-                       float *out, size_t out_stride)
+static void block_int8(const uint8_t *block, const cp_tile *x, float *out, size_t stride)
 {
     const uint8_t *scales = block;
     float a[CP_TILE][CP_BLOCK] = {{0}};
@@ -141,12 +140,33 @@ static void block_int8(const uint8_t *block, const cp_acts *x, int32_t first, in
     for (g = 0; g < x->groups; g++, block += CP_INT8_GROUP) {
         float scale[CP_BLOCK];
         halves(scales + (size_t)g * CP_BLOCK * 2, scale);
-        for (t = 0; t < n; t++)
-            add_group(dot_int8, block, x, first + t, g, scale, a[t]);
+        for (t = 0; t < x->n; t++)
+            add_group(dot_int8, block, x, t, g, scale, a[t]);
     }
-    for (t = 0; t < n; t++)
+    for (t = 0; t < x->n; t++)
         for (r = 0; r < CP_BLOCK; r++)
-            out[(size_t)t * out_stride + (size_t)r] = a[t][r];
+            out[(size_t)t * stride + (size_t)r] = a[t][r];
 }
 
-const cp_path cp_path_portable = {"portable", block_int4, block_int8};
+/* Multiply-adds of two slabs in registers. */
+static uint64_t peak(uint64_t rounds)
+{
+    static const uint8_t slabs[4 * SLAB] = {1, 2, 3};
+    int8_t q[CP_GROUP] = {1, 2, 3};
+    volatile int32_t kept;
+    int32_t dot[CP_BLOCK], sum = 0;
+    uint64_t i;
+    for (i = 0; i < rounds; i++) {
+        q[0] = (int8_t)(sum & 1);
+        dot_int4(slabs, q, dot);
+        sum += dot[0];
+    }
+    kept = sum;
+    (void)kept;
+    return rounds * CP_BLOCK * CP_GROUP;
+}
+
+const cp_path cp_path_portable = {
+    "portable",     0,           block_int4,      block_int8,   cp_quantize_c, cp_dot8_c,
+    cp_scale_by_c,  cp_rope_c,   cp_silu_mul_c,   cp_add_to_c,  cp_all_finite_c, cp_exp_c,
+    cp_to_half_c,   cp_from_half_c, cp_widen_c,   cp_attend_c,  peak,          cp_read_c};
