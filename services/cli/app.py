@@ -40,6 +40,7 @@ def exit_code_of(error: CellpipeError) -> int:
 def main(argv: list[str] | None = None) -> Any:
     """Entry point. Every error of ours becomes one line, its remedy a second, and an exit code."""
     # Each adds its commands to `app`.
+    import services.cli.bench
     import services.cli.cluster
     import services.cli.generate
     import services.cli.models  # noqa: F401
