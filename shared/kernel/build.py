@@ -29,6 +29,7 @@ SOURCES = (
     "block_portable",
     "rows_avx2",
     "attend_avx2",
+    "attend_avx512",
     "block_avx2",
     "block_avx512",
     "block_neon",

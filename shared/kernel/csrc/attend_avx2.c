@@ -7,6 +7,7 @@
 #include "vector_avx2.h"
 
 #define T CP_TARGET_AVX2
+#define HEADS 4
 
 /* Scores of all 16 positions; those from n on come out as rubbish and are masked by the caller. */
 CP_INLINE T void scores_16(const float *q, const float *keys, int32_t head_dim, __m256 scale,
@@ -31,16 +32,20 @@ CP_INLINE T void scores_16(const float *q, const float *keys, int32_t head_dim, 
 CP_INLINE T void add_values(const float *values, const float *p, int32_t n, int32_t head_dim,
                             const int num, float *acc)
 {
-    __m256 sum[4];
-    int32_t j, k;
+    __m256 sum[8];
+    int32_t j;
+    int k;
+#pragma GCC unroll 8
     for (k = 0; k < num; k++)
         sum[k] = _mm256_loadu_ps(acc + 8 * k);
     for (j = 0; j < n; j++) {
         __m256 w = _mm256_broadcast_ss(p + j);
-        for (k = 0; k < num; k++)
+#pragma GCC unroll 8
+    for (k = 0; k < num; k++)
             sum[k] = _mm256_add_ps(
                 sum[k], _mm256_mul_ps(w, _mm256_loadu_ps(values + j * head_dim + 8 * k)));
     }
+#pragma GCC unroll 8
     for (k = 0; k < num; k++)
         _mm256_storeu_ps(acc + 8 * k, sum[k]);
 }
@@ -54,18 +59,16 @@ CP_INLINE T float max_16(__m256 a, __m256 b)
     return _mm_cvtss_f32(_mm_max_ss(h, _mm_shuffle_ps(h, h, 1)));
 }
 
-CP_INLINE T int attend_one(const float *q, const float *tile, int32_t head_dim, int32_t n,
-                           __m256 scale, float *max, float *total, float *acc)
+/* The softmax of one head's scores: sets the weights, and scales what was summed before. */
+CP_INLINE T void weigh(const float scores[CP_PAGE], int32_t n, int32_t head_dim, float *max,
+                       float *total, float *acc, float weights[CP_PAGE])
 {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i count = _mm256_set1_epi32(n);
     const __m256 absent = _mm256_set1_ps(-FLT_MAX);
     __m256 here[2], s[2], p[2], m;
-    float scores[CP_PAGE], weights[CP_PAGE], page_max;
+    float page_max;
     int32_t i, j;
-    scores_16(q, tile, head_dim, scale, scores);
-    if (!cp_all_finite_avx2(scores, n))
-        return 0;
     for (j = 0; j < 2; j++) {
         __m256i index = _mm256_add_epi32(lane, _mm256_set1_epi32(8 * j));
         here[j] = _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, index));
@@ -86,21 +89,40 @@ CP_INLINE T int attend_one(const float *q, const float *tile, int32_t head_dim, 
         _mm256_storeu_ps(weights + 8 * j, p[j]);
     }
     *total += cp_sum_lanes_8(_mm256_add_ps(p[0], p[1]));
-    for (i = 0; i + 32 <= head_dim; i += 32)
-        add_values(tile + CP_PAGE * head_dim + i, weights, n, head_dim, 4, acc + i);
-    for (; i < head_dim; i += 8)
-        add_values(tile + CP_PAGE * head_dim + i, weights, n, head_dim, 1, acc + i);
-    return 1;
 }
 
+CP_INLINE T void add_all_values(const float *values, const float *p, int32_t n, int32_t head_dim,
+                                float *acc)
+{
+    int32_t i;
+    for (i = 0; i + 64 <= head_dim; i += 64)
+        add_values(values + i, p, n, head_dim, 8, acc + i);
+    for (; i < head_dim; i += 8)
+        add_values(values + i, p, n, head_dim, 1, acc + i);
+}
+
+/* Step by step for several heads: each step of one head is a long chain of operations that wait for
+ * each other, and the CPU fills the gaps with another head's. */
 T int cp_attend_avx2(const float *q, int32_t num, const float *tile, int32_t head_dim, int32_t n,
                      float score_scale, float *max, float *total, float *acc)
 {
-    __m256 scale = _mm256_set1_ps(score_scale);
-    int32_t h;
-    for (h = 0; h < num; h++, q += head_dim, acc += head_dim)
-        if (!attend_one(q, tile, head_dim, n, scale, max + h, total + h, acc))
-            return 0;
+    const __m256 scale = _mm256_set1_ps(score_scale);
+    int32_t first, h;
+    for (first = 0; first < num; first += HEADS) {
+        int32_t end = num - first < HEADS ? num - first : HEADS;
+        float scores[HEADS][CP_PAGE], weights[HEADS][CP_PAGE];
+        for (h = 0; h < end; h++)
+            scores_16(q + (first + h) * head_dim, tile, head_dim, scale, scores[h]);
+        for (h = 0; h < end; h++)
+            if (!cp_all_finite_avx2(scores[h], n))
+                return 0;
+        for (h = 0; h < end; h++)
+            weigh(scores[h], n, head_dim, max + first + h, total + first + h,
+                  acc + (first + h) * head_dim, weights[h]);
+        for (h = 0; h < end; h++)
+            add_all_values(tile + CP_PAGE * head_dim, weights[h], n, head_dim,
+                           acc + (first + h) * head_dim);
+    }
     return 1;
 }
 

@@ -15,6 +15,9 @@
 #define T __attribute__((target("avx2,f16c")))
 #define INLINE static inline __attribute__((always_inline)) T
 #define AHEAD 2048 /* bytes that are fetched ahead of a stream of weights */
+/* Keeps a sum in its register: the compiler would turn sums of integers into trees, whose leaves are
+ * too many for 16 registers. */
+#define KEEP(sum) __asm__("" : "+x"(sum))
 typedef int32_t __attribute__((may_alias)) word;
 typedef int64_t __attribute__((may_alias)) long_word;
 
@@ -62,6 +65,7 @@ INLINE void int4_group(const uint8_t *group, int half, const int8_t *q, const fl
                 sum[t], _mm256_maddubs_epi16(even, _mm256_set1_epi32(quads[p])));
             sum[t] = _mm256_add_epi16(
                 sum[t], _mm256_maddubs_epi16(odd, _mm256_set1_epi32(quads[4 + p])));
+            KEEP(sum[t]);
         }
     }
 #pragma GCC unroll 8
@@ -137,6 +141,7 @@ INLINE void int8_group(const uint8_t *slabs, const int16_t *wide, const float *d
                 const long_word *quads = (const long_word *)(wide + t * CP_GROUP);
                 sum[t][i] = _mm256_add_epi32(
                     sum[t][i], _mm256_madd_epi16(w, _mm256_set1_epi64x(quads[p])));
+                KEEP(sum[t][i]);
             }
         }
 #pragma GCC unroll 2

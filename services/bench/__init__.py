@@ -1,0 +1,1 @@
+"""Measures speed beside what the machine could do and beside a peer, interleaved, in medians."""

@@ -1,0 +1,181 @@
+/* Attention to one page with AVX-512: a register holds the 8 lanes of two positions, so that sixteen
+ * scores are eight sums.
+ */
+#include "internal.h"
+
+#if defined(CP_X86)
+#include "attend_avx512.h"
+#include "numbers.h"
+#include "vector_avx2.h"
+
+#define T __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c")))
+#define HEADS 4
+#define INLINE static inline __attribute__((always_inline)) T
+
+/* cp_exp1 (numbers.h), sixteen times; 0 below -87. */
+INLINE __m512 exp_or_zero_16(__m512 whole)
+{
+    const __m512 rounder = _mm512_set1_ps(12582912.0f);
+    __mmask16 small = _mm512_cmp_ps_mask(whole, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
+    __m512 x = _mm512_min_ps(_mm512_max_ps(whole, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
+    __m512 r = _mm512_add_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), rounder), n, p;
+    __m512i scale =
+        _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(r), _mm512_set1_epi32(127)), 23);
+    n = _mm512_sub_ps(r, rounder);
+    r = _mm512_sub_ps(x, _mm512_mul_ps(n, _mm512_set1_ps(0.693359375f)));
+    r = _mm512_sub_ps(r, _mm512_mul_ps(n, _mm512_set1_ps(-2.12194440e-4f)));
+    p = _mm512_set1_ps(1.0f / 720.0f);
+    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f / 120.0f));
+    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f / 24.0f));
+    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f / 6.0f));
+    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(0.5f));
+    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f));
+    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f));
+    p = _mm512_mul_ps(p, _mm512_castsi512_ps(scale));
+    return _mm512_maskz_mov_ps((__mmask16)~small, p);
+}
+
+/* Keys of two positions lie together, 8 dimensions of the one and the same 8 of the other; values as
+ * they are. The whole page is widened: what lies behind its end is masked where it would count. */
+T void cp_widen_avx512(const uint16_t *keys, const uint16_t *values, int32_t n, int32_t head_dim,
+                       float *tile)
+{
+    int32_t j, i;
+    for (j = 0; j < CP_PAGE; j += 2)
+        for (i = 0; i < head_dim; i += 8, tile += 16) {
+            __m256i both = _mm256_inserti128_si256(
+                _mm256_castsi128_si256(
+                    _mm_loadu_si128((const __m128i *)(keys + j * head_dim + i))),
+                _mm_loadu_si128((const __m128i *)(keys + (j + 1) * head_dim + i)), 1);
+            _mm512_storeu_ps(tile, _mm512_cvtph_ps(both));
+        }
+    n = (n + 1) / 2 * 2; /* then n * head_dim is a multiple of 16 */
+    for (i = 0; i < n * head_dim; i += 16)
+        _mm512_storeu_ps(tile + i, _mm512_cvtph_ps(_mm256_loadu_si256(
+                                       (const __m256i *)(values + i))));
+}
+
+/* The trees of sixteen sums of 8 lanes, two sums in each register: sum i in lane i. */
+INLINE __m512 sum_lanes_16(const __m512 v[8])
+{
+    const __m512i order =
+        _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512 a[4], b[2], c;
+    int i;
+#pragma GCC unroll 4
+    for (i = 0; i < 4; i++) /* four sums, one in each 128 bits */
+        a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88),
+                             _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
+#pragma GCC unroll 2
+    for (i = 0; i < 2; i++)
+        b[i] = _mm512_add_ps(_mm512_shuffle_ps(a[2 * i], a[2 * i + 1], 0x44),
+                             _mm512_shuffle_ps(a[2 * i], a[2 * i + 1], 0xee));
+    c = _mm512_add_ps(_mm512_shuffle_ps(b[0], b[1], 0x88), _mm512_shuffle_ps(b[0], b[1], 0xdd));
+    return _mm512_permutexvar_ps(order, c);
+}
+
+INLINE __m512 scores_16(const float *q, const float *keys, int32_t head_dim, __m512 scale)
+{
+    __m512 lanes[8];
+    int32_t i;
+    int j;
+#pragma GCC unroll 8
+    for (j = 0; j < 8; j++)
+        lanes[j] = _mm512_setzero_ps();
+    for (i = 0; i < head_dim; i += 8, keys += 16) {
+        __m512 x = _mm512_broadcast_f32x8(_mm256_loadu_ps(q + i));
+#pragma GCC unroll 8
+        for (j = 0; j < 8; j++)
+            lanes[j] = _mm512_add_ps(
+                lanes[j], _mm512_mul_ps(x, _mm512_loadu_ps(keys + j * 2 * head_dim)));
+    }
+    return _mm512_mul_ps(sum_lanes_16(lanes), scale);
+}
+
+/* acc += p_j * v_j, j ascending, for 16 * num dimensions (fewer than 16: those of the mask). */
+INLINE void add_values(const float *values, const float *p, int32_t n, int32_t head_dim,
+                       const int num, __mmask16 mask, float *acc)
+{
+    __m512 sum[4];
+    int32_t j;
+    int k;
+#pragma GCC unroll 4
+    for (k = 0; k < num; k++)
+        sum[k] = _mm512_maskz_loadu_ps(mask, acc + 16 * k);
+    for (j = 0; j < n; j++, values += head_dim) {
+        __m512 w = _mm512_set1_ps(p[j]);
+#pragma GCC unroll 4
+        for (k = 0; k < num; k++)
+            sum[k] = _mm512_add_ps(
+                sum[k], _mm512_mul_ps(w, _mm512_maskz_loadu_ps(mask, values + 16 * k)));
+    }
+#pragma GCC unroll 4
+    for (k = 0; k < num; k++)
+        _mm512_mask_storeu_ps(acc + 16 * k, mask, sum[k]);
+}
+
+/* The softmax of one head's scores: sets the weights, and scales what was summed before. */
+INLINE void weigh(__m512 s, __mmask16 here, int32_t head_dim, float *max, float *total, float *acc,
+                  float weights[CP_PAGE])
+{
+    float page_max = _mm512_mask_reduce_max_ps(here, s);
+    __m512 p;
+    int32_t i;
+    if (page_max > *max) {
+        float shift = *max - page_max;
+        float c = shift < -87.0f ? 0.0f : cp_exp1(shift);
+        *total *= c;
+        for (i = 0; i < head_dim; i++)
+            acc[i] *= c;
+        *max = page_max;
+    }
+    p = _mm512_maskz_mov_ps(here, exp_or_zero_16(_mm512_sub_ps(s, _mm512_set1_ps(*max))));
+    _mm512_storeu_ps(weights, p);
+    *total += cp_sum_lanes_8(
+        _mm256_add_ps(_mm512_castps512_ps256(p), _mm512_extractf32x8_ps(p, 1)));
+}
+
+INLINE void add_all_values(const float *values, const float *p, int32_t n, int32_t head_dim,
+                           float *acc)
+{
+    int32_t i;
+    for (i = 0; i + 64 <= head_dim; i += 64)
+        add_values(values + i, p, n, head_dim, 4, 0xffff, acc + i);
+    for (; i + 16 <= head_dim; i += 16)
+        add_values(values + i, p, n, head_dim, 1, 0xffff, acc + i);
+    if (i < head_dim)
+        add_values(values + i, p, n, head_dim, 1, 0x00ff, acc + i);
+}
+
+/* Step by step for several heads: each step of one head is a long chain of operations that wait for
+ * each other, and the CPU fills the gaps with another head's. */
+T int cp_attend_avx512(const float *q, int32_t num, const float *tile, int32_t head_dim,
+                       int32_t n, float score_scale, float *max, float *total, float *acc)
+{
+    const __m512 scale = _mm512_set1_ps(score_scale);
+    const __mmask16 here = (__mmask16)((1u << n) - 1);
+    int32_t first, h;
+    for (first = 0; first < num; first += HEADS) {
+        int32_t end = num - first < HEADS ? num - first : HEADS;
+        float weights[HEADS][CP_PAGE];
+        __m512 s[HEADS];
+        __mmask16 bad = 0;
+        for (h = 0; h < end; h++) {
+            s[h] = scores_16(q + (first + h) * head_dim, tile, head_dim, scale);
+            bad |= _mm512_mask_fpclass_ps_mask(here, s[h], 0x99); /* NaN, +-infinity */
+        }
+        if (bad)
+            return 0;
+        for (h = 0; h < end; h++)
+            weigh(s[h], here, head_dim, max + first + h, total + first + h,
+                  acc + (first + h) * head_dim, weights[h]);
+        for (h = 0; h < end; h++)
+            add_all_values(tile + CP_PAGE * head_dim, weights[h], n, head_dim,
+                           acc + (first + h) * head_dim);
+    }
+    return 1;
+}
+
+#else
+typedef int cp_no_attend_avx512; /* a translation unit must not be empty */
+#endif
