@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -70,11 +70,21 @@ class ProcessCluster:
 
     def wait_until_serving(self, num_workers: int, *, timeout_s: float = 60) -> dict[str, Any]:
         """Wait until so many workers serve and nothing is missing; returns the status."""
+
+        def is_serving(status: dict[str, Any]) -> bool:
+            serving = [w for w in status["workers"] if w["state"] == "serving"]
+            return len(serving) == num_workers and not status["problems"]
+
+        return self.wait_until(is_serving, timeout_s=timeout_s)
+
+    def wait_until(
+        self, condition: Callable[[dict[str, Any]], bool], *, timeout_s: float = 60
+    ) -> dict[str, Any]:
+        """Wait until the status is as it should be; returns it."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             status = self.status()
-            serving = [w for w in status["workers"] if w["state"] == "serving"]
-            if len(serving) == num_workers and not status["problems"]:
+            if condition(status):
                 return status
             assert time.monotonic() < deadline_s, f"{status}\n{self.logs()}"
             time.sleep(0.2)

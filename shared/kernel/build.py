@@ -31,6 +31,7 @@ SOURCES = (
     "attend_avx2",
     "block_avx2",
     "block_avx512",
+    "block_neon",
 )
 TARGET = "_native.abi3.so"  # as setuptools calls it: two names, and Python would take the older one
 ROOT = Path(os.path.abspath(__file__)).parents[2]  # setuptools gives __file__ relative to the root

@@ -59,8 +59,7 @@ void cp_share(const cp_team *team, int32_t me, int32_t total, int32_t unit, int3
 static void reset_team(cp_team *team, cp_engine *engine, int32_t size)
 {
     team->size = size;
-    team->engine = engine;
-    team->stop = 0;
+    team->engine = engine; /* `stop` is left: a helper may be leaving its last barrier with it */
     team->bad = UINT32_MAX;
     team->next = team->arrived = 0;
 }
@@ -77,7 +76,7 @@ static int32_t run_alone(cp_engine *engine, cp_work *work, void *context)
 
 #ifdef CP_THREADS
 
-#define SPINS 4000 /* about 100 microseconds with the pause of recent x86 */
+#define SPINS 400 /* some 20 microseconds with the pause of recent x86 */
 
 static inline void relax(void)
 {
