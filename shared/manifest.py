@@ -7,15 +7,20 @@ matrices lie there as the chunks that the kernel eats. All integers in shards ar
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from shared.errors import ModelError
 
 MANIFEST_SCHEMA = 1
+# Raise it whenever docs/arithmetic.md gives other numbers for the same shards: part of every model
+# id, so that workers that compute differently never serve one model.
+ARITHMETIC_VERSION = 2
+DIGEST_CHARS = 12
 MAX_SEGMENT_BYTES = 1 << 20
 
 
@@ -86,7 +91,7 @@ class ShardEntry:
 class Manifest:
     """A packed model: its config (Hugging Face names), its shards, and where it came from.
 
-    `model_id` is name@digest, the digest being over the shards' SHA-256, so that equal ids mean
+    `model_id` is name@digest, the digest being that of `manifest_digest`, so that equal ids mean
     equal bits.
     """
 
@@ -102,6 +107,16 @@ class Manifest:
             if entry.name == name:
                 return entry
         raise ModelError(f"model {self.model_id} has no shard {name!r}")
+
+    def checked(self) -> Self:
+        """This manifest, if it is what its id says. Raises `ModelError` otherwise."""
+        if str(self.model_id).rpartition("@")[2] != manifest_digest(self.config, self.shards):
+            raise ModelError(
+                f"the manifest of model {self.model_id!r:.80} is damaged, or of a cellpipe that "
+                "computes other numbers than this one",
+                remedy="load the model again with this version: cellpipe load MODEL",
+            )
+        return self
 
     def to_json(self) -> str:
         return json.dumps({"schema": MANIFEST_SCHEMA, **asdict(self)}, separators=(",", ":"))
@@ -120,6 +135,13 @@ class Manifest:
             return cls(shards=shards, **raw)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(f"the manifest cannot be read: {error}") from error
+
+
+def manifest_digest(config: Mapping[str, Any], shards: Sequence[ShardEntry]) -> str:
+    """Hex digest of all that tokens depend on: arithmetic, config, and what the shards hold."""
+    content = [ARITHMETIC_VERSION, dict(config), [asdict(shard) for shard in shards]]
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARS]
 
 
 def _shard_from(raw: dict[str, Any]) -> ShardEntry:

@@ -16,6 +16,7 @@ QUEUE_SCHEMA = "v1"
 REQUESTS_QUEUE = f"cellpipe.{QUEUE_SCHEMA}.requests"
 DEAD_QUEUE = f"cellpipe.{QUEUE_SCHEMA}.dead"
 MAX_QUEUED_REQUESTS = 10_000
+LOAD_AGAIN = "load the model again: cellpipe load MODEL --groups N"
 
 # What a worker's process takes beside its shards and KV rows: interpreter, NumPy, clients, buffers.
 # Measured: 75 MB at its peak with 10 layers of SmolLM2-135M.
@@ -76,9 +77,18 @@ class Layout:
         try:
             raw = json.loads(text)
             bounds = tuple((int(first), int(end)) for first, end in raw["bounds"])
-            return cls(str(raw["layout_id"]), str(raw["model_id"]), bounds)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModelError(f"the layout cannot be read: {error}") from error
+            layout = cls(str(raw["layout_id"]), str(raw["model_id"]), bounds)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ModelError(f"the layout cannot be read: {error}", remedy=LOAD_AGAIN) from error
+        ends = [0, *(end for _, end in bounds)]
+        if not bounds or any(
+            first != ends[group] or end <= first for group, (first, end) in enumerate(bounds)
+        ):
+            raise ModelError(
+                f"layout {layout.layout_id!r:.80} leaves out layers, or holds some twice",
+                remedy=LOAD_AGAIN,
+            )
+        return layout
 
 
 def even_layout(model_id: str, num_hidden_layers: int, num_groups: int) -> Layout:
@@ -98,6 +108,17 @@ def even_layout(model_id: str, num_hidden_layers: int, num_groups: int) -> Layou
         bounds.append((first, end))
         first = end
     return Layout(f"even{num_groups}", model_id, tuple(bounds))
+
+
+def check_layout(layout: Layout, manifest: Manifest) -> None:
+    """Raise `ModelError` unless the groups are exactly the model's layers."""
+    num_layers = manifest.config["num_hidden_layers"]
+    if layout.model_id != manifest.model_id or layout.bounds[-1][1] != num_layers:
+        raise ModelError(
+            f"layout {layout.layout_id!r:.80} is not one of model {manifest.model_id} with its "
+            f"{num_layers} layers",
+            remedy=LOAD_AGAIN,
+        )
 
 
 def group_shards(layout: Layout, group: int, *, tied: bool) -> tuple[str, ...]:

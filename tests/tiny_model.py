@@ -21,6 +21,7 @@ from shared.manifest import (
     ShardKind,
     TensorEntry,
     TensorKind,
+    manifest_digest,
 )
 from shared.model.config import ModelConfig
 from shared.quant.pack import pack_int4, pack_int8, quantize_int4, quantize_int8
@@ -169,6 +170,6 @@ def _finish(config: ModelConfig, shards: dict[str, _Shard]) -> TinyModel:
         entries.append(
             ShardEntry(name, shard.kind, shard.index, len(raw), segments, tuple(shard.tensors))
         )
-    digest = hashlib.sha256("".join(s.sha256 for e in entries for s in e.segments).encode())
-    manifest = Manifest(f"tiny@{digest.hexdigest()[:12]}", config.to_dict(), tuple(entries))
+    model_id = f"tiny@{manifest_digest(config.to_dict(), entries)}"
+    manifest = Manifest(model_id, config.to_dict(), tuple(entries))
     return TinyModel(config, manifest, {name: bytes(s.data) for name, s in shards.items()})

@@ -13,7 +13,14 @@ from shared.store.connection import Stores, connect
 from shared.store.presence import Presence
 from shared.store.presence_types import SchedulerInfo, WorkerInfo
 from shared.store.shards import ShardStore
-from shared.topology import DEAD_QUEUE, REQUESTS_QUEUE, Layout, group_bytes, group_queue
+from shared.topology import (
+    DEAD_QUEUE,
+    REQUESTS_QUEUE,
+    Layout,
+    check_layout,
+    group_bytes,
+    group_queue,
+)
 
 
 @dataclass
@@ -74,7 +81,8 @@ def _read_store(overview: Overview, stores: Stores) -> Layout:
     overview.schedulers = presence.schedulers()
     shards = ShardStore(stores.weights)
     layout = shards.active_layout("")
-    manifest = shards.get_manifest(layout.model_id)
+    manifest = shards.get_manifest(layout.model_id).checked()
+    check_layout(layout, manifest)
     overview.model_id, overview.layout_id = layout.model_id, layout.layout_id
     overview.workers = presence.workers(layout)
     for group, num_workers in enumerate(presence.coverage(layout)):

@@ -10,20 +10,19 @@ import hashlib
 import json
 import mmap
 import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from services.loader.packer import PackOptions, build_manifest, pack_shards, short_name
-from services.loader.pull import StageProgress, file_sha256, no_progress
+from services.loader.pull import StageProgress, file_sha256, no_progress, only_one
 from shared.errors import ModelError, ShardError
 from shared.formats.gguf import read_gguf
 from shared.manifest import MAX_SEGMENT_BYTES, Manifest, ShardEntry
 
 # Part of a packing's key: raise it whenever the same file would give other bytes than before.
-PACKING_VERSION = 1
+PACKING_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 PACKED_FOLDER = "packed"
 
@@ -37,7 +36,7 @@ class PackedModel:
         """Raises `ModelError` when the folder holds no whole packing."""
         self.folder = folder
         try:
-            self.manifest = Manifest.from_json((folder / MANIFEST_FILE).read_bytes())
+            self.manifest = Manifest.from_json((folder / MANIFEST_FILE).read_bytes()).checked()
         except OSError as error:
             raise ModelError(f"{folder} holds no packed model: {error}") from error
 
@@ -93,19 +92,22 @@ def open_packed(
     """
     options = options or PackOptions()
     folder = cache_dir / PACKED_FOLDER / _key(model_file, options)
-    if (folder / MANIFEST_FILE).is_file():
-        packed = PackedModel(folder)
-        if _is_complete(packed):
-            return packed
-        shutil.rmtree(folder, ignore_errors=True)
+    if packed := _whole(folder):
+        return packed
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".packing-", dir=folder.parent))
-        try:
-            _pack_into(staging, model_file, options, progress)
-            _publish(staging, folder)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        with only_one(folder.parent / f".lock-{folder.name}"):
+            if packed := _whole(folder):  # another process has packed it meanwhile
+                return packed
+            shutil.rmtree(folder, ignore_errors=True)
+            staging = folder.parent / f".packing-{folder.name}"
+            shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
+            staging.mkdir()
+            try:
+                _pack_into(staging, model_file, options, progress)
+                staging.rename(folder)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         raise ModelError(
             f"{model_file.name} cannot be packed into {folder.parent}: {error}",
@@ -133,23 +135,17 @@ def _pack_into(
     (folder / MANIFEST_FILE).write_text(manifest.to_json())
 
 
-def _publish(staging: Path, folder: Path) -> None:
-    """Give the finished packing its name. If another process was first, its packing is the same."""
+def _whole(folder: Path) -> PackedModel | None:
+    """The packing in a folder, None unless its manifest and all of its shards are there."""
     try:
-        staging.rename(folder)
-    except OSError:
-        if not (folder / MANIFEST_FILE).is_file():
-            raise
-
-
-def _is_complete(packed: PackedModel) -> bool:
-    try:
-        return all(
-            (packed.folder / f"{entry.name}.shard").stat().st_size == entry.num_bytes
+        packed = PackedModel(folder)
+        is_whole = all(
+            (folder / f"{entry.name}.shard").stat().st_size == entry.num_bytes
             for entry in packed.manifest.shards
         )
-    except OSError:
-        return False
+    except (ModelError, OSError):
+        return None
+    return packed if is_whole else None
 
 
 def _key(model_file: Path, options: PackOptions) -> str:

@@ -7,7 +7,6 @@ shards and segments are.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +45,7 @@ from shared.manifest import (
     ShardKind,
     TensorEntry,
     TensorKind,
+    manifest_digest,
 )
 from shared.model.config import ModelConfig
 from shared.quant.pack import pack_int4, pack_int8
@@ -54,7 +54,6 @@ from shared.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_CONTEXT = 32_768
 MAX_NAME_CHARS = 48
-DIGEST_CHARS = 12
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -126,18 +125,9 @@ def build_manifest(
     *,
     source_sha256: str,
 ) -> Manifest:
-    """The manifest over packed shards. Its id is the file's name and a digest over the config and
-    all that the shards hold."""
+    """The manifest over packed shards. Its id is the file's name and its digest."""
     config = packed_config(description.config, options).to_dict()
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for shard in shards:
-        digest.update(shard.name.encode())
-        for tensor in shard.tensors:
-            digest.update(repr((tensor.name, tensor.kind.value, tensor.offset)).encode())
-            digest.update(repr((tensor.rows, tensor.cols, tensor.chunk_rows)).encode())
-        for segment in shard.segments:
-            digest.update(bytes.fromhex(segment.sha256))
-    model_id = f"{short_name(description.source)}@{digest.hexdigest()[:DIGEST_CHARS]}"
+    model_id = f"{short_name(description.source)}@{manifest_digest(config, shards)}"
     return Manifest(model_id, config, tuple(shards), description.source, source_sha256)
 
 

@@ -75,7 +75,7 @@ def pull(
     staging = cache_dir / f".partial-{entry.name}"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _only_one(cache_dir / f".lock-{entry.name}"):
+        with only_one(cache_dir / f".lock-{entry.name}"):
             if _size(target) == entry.num_bytes and _is_whole(target, entry, progress):
                 return target
             staging.mkdir(exist_ok=True)
@@ -143,7 +143,7 @@ def _size(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
+def only_one(path: Path) -> Iterator[None]:
     """Hold a lock file's lock; the system lets go of it when the process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

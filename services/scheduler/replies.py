@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import structlog
 
 from shared import codec
 from shared.broker.base import Broker, Delivery, Outgoing
-from shared.errors import Unroutable
+from shared.errors import StoreDamaged, Unroutable
 from shared.messages import FinishReason, Reply
+from shared.store.ledger_types import LedgerRecord
+from shared.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
@@ -43,4 +47,21 @@ def refusal_reply(delivery: Delivery, request_id: str, error: str) -> Reply:
         token_ids=(),
         num_prompt_tokens=0,
         error=error,
+    )
+
+
+def reply_of(record: LedgerRecord, token_ids: Sequence[int], tokenizer: Tokenizer) -> Reply:
+    """The answer to a request that has ended. Raises `StoreDamaged` unless all tokens are there."""
+    if len(token_ids) != record.num_generated:
+        raise StoreDamaged(
+            f"the store holds {len(token_ids)} of the {record.num_generated} tokens of "
+            f"request {record.request_id}"
+        )
+    return Reply(
+        request_id=record.request_id,
+        finish_reason=record.finish_reason or FinishReason.ERROR,
+        text=tokenizer.decode(token_ids, skip_special=True),
+        token_ids=tuple(token_ids),
+        num_prompt_tokens=record.num_prompt_tokens,
+        error=record.error,
     )

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import structlog
 
 from services.scheduler.admission import Plan, ServedModel, first_step, plan_request
 from services.scheduler.held import Held
+from services.scheduler.limits import SchedulerLimits
 from services.scheduler.records import plan_of, record_of, refusal_of
-from services.scheduler.replies import refusal_reply, send_reply
+from services.scheduler.replies import refusal_reply, reply_of, send_reply
 from shared import codec
 from shared.backoff import Backoff
 from shared.broker.base import Broker, Delivery, Outgoing
@@ -24,7 +24,6 @@ from shared.errors import (
     PermanentError,
     PublishRefused,
     RequestError,
-    StoreDamaged,
     TransientError,
 )
 from shared.messages import FinishReason, Reply, Request
@@ -34,19 +33,6 @@ from shared.store.ledger_types import LedgerRecord
 from shared.topology import REQUESTS_QUEUE, group_queue
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds of one scheduler. `reply_patience_s` is how long a full reply queue is tried."""
-
-    max_in_flight: int = 256
-    poll_s: float = 0.05
-    coverage_check_s: float = 1.0
-    uncovered_grace_s: float = 15.0
-    confirm_timeout_s: float = 10.0
-    reply_retry_s: float = 1.0
-    reply_patience_s: float = 60.0
 
 
 class Scheduler:
@@ -165,7 +151,12 @@ class Scheduler:
 
     def _adopt(self, record: LedgerRecord, delivery: Delivery) -> None:
         """Take over a request that another scheduler has admitted."""
-        if record.finish_reason is None and record.num_generated == 0:
+        model_id = self._model.layout.model_id
+        if record.finish_reason is None and record.model_id != model_id:
+            # Its token ids mean something else here.
+            error = f"model {record.model_id} is not served any more; {model_id} is"
+            self._ledger.finish(record.request_id, FinishReason.ERROR, error)
+        elif record.finish_reason is None and record.num_generated == 0:
             # Its start may never have been published. A second start is harmless: the first
             # commit of a position wins.
             self._publish_start(plan_of(record))
@@ -254,7 +245,7 @@ class Scheduler:
         if self._kv_pages is not None:
             num_positions = record.num_prompt_tokens + record.num_generated
             self._kv_pages.delete(request_id, self._model.layout.num_groups, num_positions)
-        reply = self._reply(record)
+        reply = reply_of(record, self._ledger.tokens(request_id), self._model.tokenizer)
         for delivery in list(held.unanswered):
             try:
                 self._send_reply(delivery, reply)
@@ -282,22 +273,6 @@ class Scheduler:
             tokens=len(reply.token_ids),
             duration_ms=round((self._clock() - held.started_s) * 1e3),
             error=reply.error,
-        )
-
-    def _reply(self, record: LedgerRecord) -> Reply:
-        token_ids = self._ledger.tokens(record.request_id)
-        if len(token_ids) != record.num_generated:
-            raise StoreDamaged(
-                f"the store holds {len(token_ids)} of the {record.num_generated} tokens of "
-                f"request {record.request_id}"
-            )
-        return Reply(
-            request_id=record.request_id,
-            finish_reason=record.finish_reason or FinishReason.ERROR,
-            text=self._model.tokenizer.decode(token_ids, skip_special=True),
-            token_ids=tuple(token_ids),
-            num_prompt_tokens=record.num_prompt_tokens,
-            error=record.error,
         )
 
     def _refusal(self, request_id: str, error: str) -> LedgerRecord:

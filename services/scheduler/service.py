@@ -12,7 +12,8 @@ from collections.abc import Callable
 import structlog
 
 from services.scheduler.admission import ServedModel
-from services.scheduler.scheduler import Scheduler, SchedulerLimits
+from services.scheduler.limits import SchedulerLimits
+from services.scheduler.scheduler import Scheduler
 from shared.broker.base import Broker
 from shared.errors import StoreUnavailable
 from shared.model.config import ModelConfig
@@ -24,7 +25,7 @@ from shared.store.presence import Presence
 from shared.store.presence_types import SchedulerInfo
 from shared.store.shards import ShardStore
 from shared.text.document import read_text_document
-from shared.topology import Layout, control_queues, group_queues
+from shared.topology import Layout, check_layout, control_queues, group_queues
 
 log = structlog.get_logger()
 
@@ -39,7 +40,8 @@ def read_served_model(shards: ShardStore, model: str) -> ServedModel:
     Raises `ModelError` when it is not loaded, `ShardError` when its tokenizer is damaged.
     """
     layout: Layout = shards.active_layout(model)
-    manifest = shards.get_manifest(layout.model_id)
+    manifest = shards.get_manifest(layout.model_id).checked()
+    check_layout(layout, manifest)
     config = ModelConfig.from_dict(manifest.config)
     document = shards.read_shard(manifest, "tokenizer").tobytes()
     tokenizer, chat_template = read_text_document(document)

@@ -22,10 +22,16 @@ def write_rows(
     added = [_rows(piece, cache_of, piece.position) for piece in slices]
     problems = kv_pages.write_all(added)
     refused = [piece for piece, problem in zip(slices, problems, strict=True) if problem]
-    if not refused:
+    # Nothing refuses the first rows of a request that has ended, so they are looked at after the
+    # write: whoever ends it later deletes them.
+    first = [piece for piece in slices if piece.position == 0]
+    if not (refused or first):
         return
-    states = ledger.states([piece.request_id for piece in refused])
+    states = ledger.states([piece.request_id for piece in (*refused, *first)])
     running = {name for name, state in states.items() if state.finish_reason is None}
+    for piece in first:
+        if piece.request_id not in running:
+            kv_pages.delete(piece.request_id, piece.group + 1, piece.num_rows)
     lost = [piece for piece in refused if piece.request_id in running]
     for problem in kv_pages.write_all([_rows(piece, cache_of, 0) for piece in lost]):
         if problem is not None:

@@ -35,6 +35,7 @@ from shared.store.shards import ShardStore
 from shared.topology import (
     WORKER_BASE_BYTES,
     Layout,
+    check_layout,
     control_queues,
     group_bytes,
     group_queues,
@@ -96,7 +97,8 @@ class WorkerService:
         self._shards = ShardStore(stores.weights)
         self._presence = Presence(stores.meta, ttl_ms=PRESENCE_TTL_MS)
         self._layout: Layout = self._shards.active_layout(options.model)
-        self._manifest: Manifest = self._shards.get_manifest(self._layout.model_id)
+        self._manifest: Manifest = self._shards.get_manifest(self._layout.model_id).checked()
+        check_layout(self._layout, self._manifest)
         self._config = ModelConfig.from_dict(self._manifest.config)
         self._group_bytes = [
             group_bytes(self._manifest, self._layout, group)

@@ -261,10 +261,7 @@ class Worker:
     def _fail(self, item: Pending, reason: str, *, dead: bool = False) -> None:
         """End the request with a named error; `dead` keeps its message for inspection."""
         step = item.step
-        try:
-            ended_now = self._ledger.finish(step.request_id, FinishReason.ERROR, reason)
-        except StoreDamaged:  # its record is not one any more; the scheduler buries it
-            ended_now = False
+        ended_now = self._ledger.finish(step.request_id, FinishReason.ERROR, reason)
         log.log(
             logging.ERROR if ended_now else logging.DEBUG,
             "request_failed" if ended_now else "late_step_dropped",

@@ -86,5 +86,8 @@ class ModelConfig:
         if missing := sorted(names - set(raw)):
             raise ModelError(f"keys missing in the model config: {', '.join(missing)}")
         values = dict(raw)
-        values["eos_token_ids"] = tuple(values["eos_token_ids"])
-        return cls(**values)
+        try:
+            values["eos_token_ids"] = tuple(values["eos_token_ids"])
+            return cls(**values)
+        except TypeError as error:
+            raise ModelError(f"a value of the model config has the wrong type: {error}") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +102,8 @@ class LayerGroup:
 
     def embed(self, token_ids: npt.NDArray[np.int32]) -> Float32:
         """(T,) int32 -> (T, D). Raises `KernelError` for an id outside the vocabulary."""
+        if token_ids.ndim != 1 or token_ids.dtype != np.int32:
+            raise KernelError(f"token ids must be int32 (T,), got {_form(token_ids)}")
         return self._kernel.embed(token_ids)
 
     def forward(self, hidden: Float32, sequences: Sequence[SequenceSlice]) -> Float32:
@@ -132,7 +135,11 @@ class LayerGroup:
         return out
 
     def logits(self, hidden_rows: Float32) -> Float32:
-        """(n, D) of the last layer -> (n, V): final norm and head."""
+        """(n, D) of the last layer -> (n, V): final norm and head. Raises `KernelError`."""
+        if hidden_rows.ndim != 2 or hidden_rows.shape[1] != self.config.hidden_size:
+            raise KernelError(
+                f"hidden rows must be (n, {self.config.hidden_size}), got {_form(hidden_rows)}"
+            )
         return self._kernel.logits(hidden_rows)
 
     def _check_batch(self, hidden: Float32, sequences: Sequence[SequenceSlice]) -> None:
@@ -154,6 +161,10 @@ class LayerGroup:
                 raise KvMissing(
                     f"KV rows {part.cache.num_positions}..{start} are missing in the local cache"
                 )
+
+
+def _form(array: npt.NDArray[Any]) -> str:
+    return f"{array.dtype} {array.shape}"
 
 
 class _Shards:

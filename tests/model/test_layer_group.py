@@ -213,3 +213,19 @@ def test_caches_have_the_size_that_the_config_promises(group: LayerGroup) -> Non
     cache: SequenceCache = group.new_cache()
 
     assert cache.row_bytes == 4 * group.config.kv_row_bytes_per_layer
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [np.array([2**40 + 1]), np.zeros((2, 2), np.int32), np.array([1.5, 2.0]), np.int32(3)],
+    ids=["int64", "matrix", "floats", "scalar"],
+)
+def test_token_ids_of_another_form_are_refused(group: LayerGroup, token_ids: np.ndarray) -> None:
+    with pytest.raises(KernelError, match="token ids must be int32"):
+        group.embed(np.asarray(token_ids))
+
+
+@pytest.mark.parametrize("shape", [(1, 63), (1, 128), (64,), (0,), (1, 1, 64)])
+def test_hidden_rows_of_another_size_are_refused(group: LayerGroup, shape: tuple[int, ...]) -> None:
+    with pytest.raises(KernelError, match="hidden rows must be"):
+        group.logits(np.zeros(shape, np.float32))

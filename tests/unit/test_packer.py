@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from services.loader.packed import PackedModel, open_packed
+from services.loader.packed import MANIFEST_FILE, PackedModel, open_packed
 from services.loader.packer import PackOptions, pack_shards, rope_tables, short_name
 from shared.errors import ConfigError, ModelError, ShardError
 from shared.formats.description import Int4Blocks, Int8Blocks, layer_tensor
@@ -225,6 +226,47 @@ def test_a_packing_with_a_short_shard_is_made_again(tiny_file: Path, tmp_path: P
     assert again.read_shard("layer.0").tobytes() == whole
 
 
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "null", "\x00"])
+def test_a_packing_with_a_garbled_manifest_is_made_again(
+    tiny_file: Path, tmp_path: Path, text: str
+) -> None:
+    packed = open_packed(tiny_file, tmp_path)
+    (packed.folder / MANIFEST_FILE).write_text(text)
+
+    again = open_packed(tiny_file, tmp_path)
+
+    assert again.manifest == packed.manifest
+
+
+def test_what_a_killed_packing_left_is_removed(tiny_file: Path, tmp_path: Path) -> None:
+    folder = open_packed(tiny_file, tmp_path).folder
+    left_over = folder.rename(folder.parent / f".packing-{folder.name}")
+    (left_over / "layer.0.shard").write_bytes(b"half")
+
+    again = open_packed(tiny_file, tmp_path)
+    again.verify()
+
+    assert not left_over.exists()
+
+
+def test_two_packings_at_once_are_one(tiny_file: Path, tmp_path: Path) -> None:
+    stages: list[str] = []
+
+    with ThreadPoolExecutor(2) as pool:
+        opened = pool.map(
+            lambda _: open_packed(
+                tiny_file,
+                tmp_path,
+                progress=lambda stage, done, _: stages.append(f"{stage} {done}"),
+            ),
+            range(2),
+        )
+        folders = {packed.folder for packed in opened}
+
+    assert len(folders) == 1
+    assert stages.count("pack 0") == 1
+
+
 def test_damage_is_named_when_a_shard_is_read(tiny_file: Path, tmp_path: Path) -> None:
     packed = open_packed(tiny_file, tmp_path)
     shard = packed.folder / "layer.1.shard"
@@ -248,7 +290,9 @@ def test_a_bad_model_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"output_norm\.weight"):
         open_packed(path, tmp_path)
 
-    assert not list((tmp_path / "packed").iterdir())
+    assert [
+        f.name for f in (tmp_path / "packed").iterdir() if not f.name.startswith(".lock-")
+    ] == []
 
 
 def test_tables_of_other_sizes_follow_the_config(packed: PackedModel) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.scheduler import Scheduler, SchedulerLimits
+from services.scheduler.limits import SchedulerLimits
+from services.scheduler.scheduler import Scheduler
 from shared import codec
 from shared.messages import FinishReason, Reply, Request
 from shared.store import keys
@@ -248,3 +249,19 @@ def test_a_new_request_has_its_own_grace() -> None:
 
     assert rig.record("first").finish_reason == "error"
     assert rig.record("second").finish_reason is None
+
+
+def test_a_request_of_a_model_that_is_not_served_any_more_ends_by_name() -> None:
+    rig = Rig(2)
+    rig.open_reply_queue("mine")
+    rig.admit("r", PROMPT)
+    rig.stores.meta.run(("HSET", keys.ledger("r"), "model_id", "other@0"))
+
+    scheduler = rig.add_scheduler()
+    rig.add_workers()
+    rig.submit(make_request("r"), reply_to="mine")
+    run_until_idle(rig, scheduler)
+
+    (reply,) = rig.replies("mine")
+    assert "other@0 is not served" in reply.error
+    assert rig.tokens("r") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -209,3 +210,20 @@ def test_rows_that_the_store_lost_are_written_again_by_a_worker_that_has_them() 
 
     assert_answers(rig, [("r", prompt_of(40), GREEDY)])
     assert rig.num_kv_rows("r") == [40 + GREEDY.max_tokens - 1] * 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("length", [5, 40])
+def test_the_first_rows_of_a_request_that_has_ended_are_not_left_behind(
+    known: bool, length: int
+) -> None:
+    rig = Rig(2, limits=WorkerLimits(max_batch_rows=16))
+    step = rig.start("r", prompt_of(length))
+    rig.ledger.finish("r", FinishReason.ABORT)
+    if not known:
+        rig.publish_step(replace(step, request_id="stranger"))
+
+    rig.add_workers()
+    rig.run_until_quiet()
+
+    assert [key for key in rig.stores.kv.run(("KEYS", "*")) if b":kv:" in key] == []
