@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from services.cli.generate import Model, Threads
-from services.cli.session import Session, open_session
 from services.cli.settings import DEFAULT_MODEL, load_config
 from services.cli.tree import app
 from shared.errors import ConfigError
 from shared.messages import Request, SamplingParams
-from shared.producer import new_request_id
 
 if TYPE_CHECKING:
     from services.bench.kernel import KernelFigures
+    from services.cli.session import Session
 
 bench = typer.Typer(help="Measure speed on this machine, in medians of interleaved runs.")
 app.add_typer(bench, name="bench")
@@ -59,7 +58,7 @@ def kernel(
     from shared.kernel.names import REFERENCE
     from shared.model.backend import available_kernels
 
-    load_config(log_level="warning")
+    load_config(quiet=True)
     here = [name for name in available_kernels() if name != REFERENCE]
     if not here:
         raise ConfigError("the C kernel was not built", remedy="python -m shared.kernel.build")
@@ -153,9 +152,10 @@ def _bench_model(
 ) -> None:
     from services.bench.figures import interleave, median_ratio
     from services.bench.peer import open_peer
+    from services.cli.session import open_session
     from services.loader.pull import resolve_model
 
-    config = load_config(log_level="warning")
+    config = load_config(quiet=True)
     threads = threads or len(os.sched_getaffinity(0))
     peer_file = peer_model or resolve_model(model, config.cache_dir)
     opener = open_peer(peer_file, threads, peer=peer, binary=peer_bin)
@@ -195,6 +195,7 @@ def _measure(session: Session, what: str, size: int) -> Callable[[], float]:
 
 def _follow(session: Session, prompt: list[int], num_tokens: int) -> tuple[float, float]:
     """Seconds from submission to the first and to the last token."""
+    from shared.producer import new_request_id
     from shared.store.ledger_types import TokenEvent
 
     request = Request(
