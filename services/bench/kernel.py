@@ -35,8 +35,8 @@ class KernelFigures:
 
     path: str
     threads: int
-    read_bytes_per_s: float = 0.0
     peak_multiply_adds_per_s: float = 0.0
+    read_bytes_per_s: dict[str, float] = field(default_factory=dict)  # in turns with the next
     weight_bytes_per_s: dict[str, float] = field(default_factory=dict)  # by kind, batch 1
     bandwidth_shares: dict[str, float] = field(default_factory=dict)
     multiply_adds_per_s: dict[str, float] = field(default_factory=dict)  # by batch, both terms
@@ -113,7 +113,7 @@ def _measure_stream(
         },
         repeats,
     )
-    figure.read_bytes_per_s = statistics.median(rates["read"])
+    figure.read_bytes_per_s[matrix.kind] = statistics.median(rates["read"])
     figure.weight_bytes_per_s[matrix.kind] = statistics.median(rates["multiply"])
     figure.bandwidth_shares[matrix.kind] = median_ratio(rates, "multiply", "read")
 

@@ -91,12 +91,13 @@ def _by_path(figures: list[KernelFigures]) -> dict[str, Any]:
 def _say_kernel(f: KernelFigures) -> None:
     typer.echo(
         f"{f.path}, {f.threads} thread{'s' if f.threads > 1 else ''}: "
-        f"memory reads {f.read_bytes_per_s / 1e9:.1f} GB/s, "
-        f"registers {f.peak_multiply_adds_per_s / 1e9:.0f} G multiply-adds/s"
+        f"registers give {f.peak_multiply_adds_per_s / 1e9:.0f} G multiply-adds/s"
     )
     for kind, rate in f.weight_bytes_per_s.items():
-        share = f.bandwidth_shares[kind]
-        typer.echo(f"  {kind} batch 1: {rate / 1e9:5.1f} GB/s of weights, {share:.0%} of reading")
+        typer.echo(
+            f"  {kind} batch 1:  {rate / 1e9:5.1f} GB/s of weights, {f.bandwidth_shares[kind]:.0%} "
+            f"of reading ({f.read_bytes_per_s[kind] / 1e9:.1f} GB/s)"
+        )
     for batch, rate in f.multiply_adds_per_s.items():
         share = f.compute_shares[batch]
         typer.echo(f"  int4 batch {batch:>2}: {rate / 1e9:5.0f} G multiply-adds/s, {share:.0%}")

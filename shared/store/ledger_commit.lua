@@ -26,11 +26,12 @@ end
 if position ~= committed + 1 then
   return {'gap', row[2]}
 end
-if position > num_prompt and redis.call('EXISTS', KEYS[2]) == 0 then
+
+if position == num_prompt then
+  redis.call('XADD', KEYS[2], event_id, 't', ARGV[3])
+elseif not redis.call('XADD', KEYS[2], 'NOMKSTREAM', event_id, 't', ARGV[3]) then
   return {'damaged'}  -- the tokens before this one were lost
 end
-
-redis.call('XADD', KEYS[2], event_id, 't', ARGV[3])
 if ARGV[4] ~= '' then
   redis.call('XADD', KEYS[2], ARGV[2] .. '-1', 'reason', ARGV[4], 'error', '',
     'num_prompt', row[4], 'num_generated', position + 1 - num_prompt)

@@ -84,6 +84,19 @@ int cp_group_valid(const cp_group *g, cp_fault *fault)
     return 1;
 }
 
+int32_t cp_misplaced_sequence(const cp_group *g, const cp_sequence *sequences, int32_t n)
+{
+    int32_t i;
+    for (i = 0; i < n; i++) {
+        const cp_sequence *s = &sequences[i];
+        if (s->num_rows <= 0 || s->start_position < 0 ||
+            s->start_position > (int64_t)g->num_positions - s->num_rows ||
+            s->start_position + s->num_rows > (int64_t)s->num_pages * CP_PAGE)
+            return i;
+    }
+    return -1;
+}
+
 void *cp_take(cp_arena *arena, uint64_t count, uint64_t size)
 {
     void *piece = arena->base ? arena->base + arena->used : NULL;

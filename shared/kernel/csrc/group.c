@@ -3,8 +3,6 @@
  * needs what another made. No share depends on the values, no value on the shares. */
 #include "internal.h"
 
-#include <math.h> /* sqrtf, which IEEE 754 defines to the last bit */
-
 typedef struct {
     const cp_path *path;
     const cp_group *g;
@@ -54,16 +52,6 @@ uint64_t cp_forward_scratch(const cp_engine *engine, const cp_group *group, int3
     cp_arena arena = {NULL, 0};
     take_forward(&arena, engine, group, num_rows);
     return arena.used;
-}
-
-int cp_norm_quantized(const cp_path *path, const float *x, const float *weight, float eps,
-                      float *norm, const cp_acts *acts, int32_t r)
-{
-    float ms = path->dot8(x, x, acts->cols) / (float)acts->cols;
-    if (!path->all_finite(&ms, 1))
-        return 0;
-    path->scale_by(x, 1.0f / sqrtf(ms + eps), weight, acts->cols, norm);
-    return cp_quantize(path, norm, acts, r, 0, acts->cols / CP_GROUP);
 }
 
 static void norm_rows(cp_team *team, int32_t me, const forward_job *s, const float *weight,
@@ -265,20 +253,6 @@ static void run_layers(cp_team *team, int32_t me, void *context)
         s->layer = layer;
 }
 
-/* -1, or the sequence whose positions lie outside the rope tables or its pages. */
-static int32_t misplaced_sequence(const cp_group *g, const cp_sequence *sequences, int32_t n)
-{
-    int32_t i;
-    for (i = 0; i < n; i++) {
-        const cp_sequence *s = &sequences[i];
-        if (s->num_rows <= 0 || s->start_position < 0 ||
-            s->start_position > (int64_t)g->num_positions - s->num_rows ||
-            s->start_position + s->num_rows > (int64_t)s->num_pages * CP_PAGE)
-            return i;
-    }
-    return -1;
-}
-
 int cp_forward(cp_engine *engine, const cp_group *group, const cp_sequence *sequences,
                int32_t num_sequences, float *hidden, int32_t num_rows, void *scratch,
                uint64_t scratch_bytes, cp_fault *fault)
@@ -293,7 +267,7 @@ int cp_forward(cp_engine *engine, const cp_group *group, const cp_sequence *sequ
         total += sequences[i].num_rows;
     if (num_rows <= 0 || total != num_rows)
         return CP_BAD_SIZE;
-    fault->row = misplaced_sequence(group, sequences, num_sequences);
+    fault->row = cp_misplaced_sequence(group, sequences, num_sequences);
     if (fault->row >= 0)
         return CP_BAD_POSITION;
     job = take_forward(&arena, engine, group, num_rows);

@@ -115,6 +115,8 @@ uint64_t cp_chunk_bytes(const cp_matrix *m, int32_t chunk_rows);
 int32_t cp_num_blocks(const cp_matrix *m);
 int cp_matrix_valid(const cp_matrix *m, int32_t rows, int32_t cols);
 int cp_group_valid(const cp_group *group, cp_fault *fault);
+/* -1, or the sequence whose positions lie outside the rope tables or its pages. */
+int32_t cp_misplaced_sequence(const cp_group *g, const cp_sequence *sequences, int32_t n);
 
 /* Scratch memory is cut front to back into pieces aligned to 64 bytes. With base NULL nothing is
  * handed out and `used` tells what would be needed. */

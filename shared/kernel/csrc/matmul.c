@@ -1,6 +1,7 @@
 /* Quantised activations, and the walk over the chunks of a matrix. The inner loops are the path's. */
 #include "internal.h"
 
+#include <math.h> /* sqrtf, which IEEE 754 defines to the last bit */
 #include <string.h>
 
 static int32_t tile_rows(const cp_acts *acts, int32_t first)
@@ -25,6 +26,16 @@ int cp_quantize(const cp_path *path, const float *x, const cp_acts *acts, int32_
         acts->bias[at] = -128 * s;
     }
     return 1;
+}
+
+int cp_norm_quantized(const cp_path *path, const float *x, const float *weight, float eps,
+                      float *norm, const cp_acts *acts, int32_t r)
+{
+    float ms = path->dot8(x, x, acts->cols) / (float)acts->cols;
+    if (!path->all_finite(&ms, 1))
+        return 0;
+    path->scale_by(x, 1.0f / sqrtf(ms + eps), weight, acts->cols, norm);
+    return cp_quantize(path, norm, acts, r, 0, acts->cols / CP_GROUP);
 }
 
 static cp_tile tile_of(const cp_acts *acts, int32_t first)

@@ -12,6 +12,7 @@
 #if defined(__GNUC__) && (defined(__unix__) || defined(__APPLE__))
 #define CP_THREADS 1
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 #endif
@@ -56,19 +57,20 @@ void cp_share(const cp_team *team, int32_t me, int32_t total, int32_t unit, int3
     *end = (int32_t)(to < total ? to : total);
 }
 
-static void reset_team(cp_team *team, cp_engine *engine, int32_t size)
+/* Size, engine, phase and `stop` are left: a helper may still be leaving its last barrier with them. */
+static void reset_team(cp_team *team)
 {
-    team->size = size;
-    team->engine = engine; /* `stop` is left: a helper may be leaving its last barrier with it */
     team->bad = UINT32_MAX;
     team->next = team->arrived = 0;
 }
 
 static int32_t run_alone(cp_engine *engine, cp_work *work, void *context)
 {
-    cp_team team;
+    cp_team team = {0};
     cp_fpmode mode = cp_fpmode_enter();
-    reset_team(&team, engine, 1);
+    team.size = 1;
+    team.engine = engine;
+    reset_team(&team);
     work(&team, 0, context);
     cp_fpmode_leave(mode);
     return team.bad == UINT32_MAX ? -1 : (int32_t)team.bad;
@@ -76,7 +78,8 @@ static int32_t run_alone(cp_engine *engine, cp_work *work, void *context)
 
 #ifdef CP_THREADS
 
-#define SPINS 400 /* some 20 microseconds with the pause of recent x86 */
+#define SPINS 1000 /* some 50 microseconds with the pause of recent x86 */
+#define SPINS_ALONE 40 /* 2 microseconds; then whoever waits for this core is let in now and then */
 
 static inline void relax(void)
 {
@@ -94,6 +97,8 @@ static void wait_for_change(cp_engine *e, const uint32_t *word, uint32_t old)
         if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != old)
             return;
         relax();
+        if (i % SPINS_ALONE == SPINS_ALONE - 1)
+            sched_yield(); /* the one we wait for may be waiting for this core */
     }
     pthread_mutex_lock(&e->sleep);
     __atomic_fetch_add(&e->sleepers, 1, __ATOMIC_SEQ_CST);
@@ -178,6 +183,8 @@ static void start_helpers(cp_engine *e)
             break; /* with fewer it is slower, not wrong */
     }
     pthread_sigmask(SIG_SETMASK, &old, NULL);
+    e->team.size = e->helpers + 1;
+    e->team.engine = e;
 }
 
 int32_t cp_run(cp_engine *e, cp_work *work, void *context)
@@ -194,7 +201,7 @@ int32_t cp_run(cp_engine *e, cp_work *work, void *context)
         return run_alone(e, work, context);
     if (!e->owner)
         start_helpers(e);
-    reset_team(&e->team, e, e->helpers + 1);
+    reset_team(&e->team);
     e->work = work;
     e->context = context;
     mode = cp_fpmode_enter();
