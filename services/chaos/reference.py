@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shared.kernel.weights import KernelBackend
 from shared.manifest import Manifest
 from shared.messages import SamplingParams
 from shared.model.backend import pick_backend
@@ -20,7 +21,9 @@ from shared.model.sampling import sample
 class ReferenceModel:
     """All layers of a model in one group."""
 
-    def __init__(self, manifest: Manifest, read_shard: ReadShard) -> None:
+    def __init__(
+        self, manifest: Manifest, read_shard: ReadShard, backend: KernelBackend | None = None
+    ) -> None:
         self.config = ModelConfig.from_dict(manifest.config)
         self._layers = LayerGroup.load(
             self.config,
@@ -30,7 +33,7 @@ class ReferenceModel:
             read_shard,
             first=True,
             last=True,
-            backend=pick_backend(),
+            backend=backend or pick_backend(),
         )
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
