@@ -176,7 +176,8 @@ def _answer_undisturbed(
         max_positions=model.config.max_position_embeddings,
     )
     say(f"answering {len(questions)} questions undisturbed")
-    return questions, [tuple(model.generate(q.prompt, q.sampling)) for q in questions]
+    answers = model.generate_all([(question.prompt, question.sampling) for question in questions])
+    return questions, [tuple(answer) for answer in answers]
 
 
 def _start_crew(

@@ -21,7 +21,7 @@ OVERLAPPING = "overlapping"
 AFFECTED_FACTOR = 3.0
 AFFECTED_MIN_S = 0.1
 WARM_UP_S = 10.0  # of a process, whose memory then is not yet what it will be
-RSS_MIN_SPAN_S = 20.0
+RSS_MIN_SPAN_S = 60.0
 RSS_JUDGED_SPAN_S = 300.0  # a slope of less than this is noise
 RSS_MAX_MB_PER_MIN = 1.0
 
