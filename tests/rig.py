@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from services.scheduler.admission import Plan, ServedModel, first_step
+from services.scheduler.limits import SchedulerLimits
 from services.scheduler.records import record_of
-from services.scheduler.scheduler import Scheduler, SchedulerLimits
+from services.scheduler.scheduler import Scheduler
 from services.worker.limits import WorkerLimits
 from services.worker.worker import Worker
 from shared import codec

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import structlog
 
 from services.scheduler.admission import ServedModel
-from services.scheduler.scheduler import Scheduler, SchedulerLimits
+from services.scheduler.limits import SchedulerLimits
+from services.scheduler.scheduler import Scheduler
 from shared.broker.base import Broker
 from shared.errors import StoreUnavailable
 from shared.model.config import ModelConfig
