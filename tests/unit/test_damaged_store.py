@@ -13,7 +13,8 @@ from services.scheduler.scheduler import Scheduler
 from shared.messages import Request
 from shared.store import keys
 from shared.store.ledger_types import FinalEvent
-from tests.rig import SAMPLED, Rig, assert_answers, prompt_of
+from tests.rig import Rig, assert_answers
+from tests.rig_model import SAMPLED, prompt_of
 
 PROMPT = prompt_of(20)
 VICTIM, OTHER = "victim", "other"
