@@ -103,6 +103,7 @@ class Rig:
         kv_pages: Any = None,
         limits: WorkerLimits | None = None,
         layer_groups: dict[int, Any] | None = None,
+        faults: Any = None,
     ) -> Worker:
         """A worker of `groups`; each of its parts may be replaced by one that fails."""
         broker = broker or self.new_broker()
@@ -115,6 +116,7 @@ class Rig:
             ledger=ledger or self.ledger,
             kv_pages=kv_pages or self._shared_pages,
             limits=limits or self.limits,
+            faults=faults,
             clock=self.clock,
             sleep=self.clock.sleep,
         )

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from services.worker.faults import Faults
 from services.worker.limits import WorkerLimits
 from services.worker.worker import Worker
 from shared.broker.base import Broker
@@ -79,6 +80,7 @@ class WorkerService:
         stores: Stores,
         backend: KernelBackend,
         stopping: threading.Event,
+        faults: Faults | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
@@ -92,6 +94,7 @@ class WorkerService:
         self._broker = broker
         self._backend = backend
         self._stopping = stopping
+        self._faults = faults
         self._clock = clock
         self._shards = ShardStore(stores.weights)
         self._presence = Presence(stores.meta, ttl_ms=PRESENCE_TTL_MS)
@@ -126,6 +129,7 @@ class WorkerService:
                 ledger=self._ledger,
                 kv_pages=self._kv_pages,
                 limits=self._limits_beside(groups),
+                faults=self._faults,
             )
             self._state = WorkerState.SERVING
             log.info(

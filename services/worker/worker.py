@@ -20,6 +20,7 @@ import structlog
 
 from services.worker.batch import Pending, Slice, plan_batch
 from services.worker.compute import forward_batch
+from services.worker.faults import Faults, Point
 from services.worker.inbox import Inbox
 from services.worker.limits import WorkerLimits
 from services.worker.remember import write_rows
@@ -60,6 +61,7 @@ class Worker:
         ledger: Ledger,
         kv_pages: KvPages | None,
         limits: WorkerLimits = WorkerLimits(),
+        faults: Faults | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -73,6 +75,7 @@ class Worker:
         self._ledger = ledger
         self._kv_pages = kv_pages
         self._limits = limits
+        self._faults = faults
         self._clock = clock
         self._sleep = sleep
         self._backoff = Backoff(first_s=0.05, max_s=2.0)
@@ -114,6 +117,7 @@ class Worker:
             return 0
         self._group_order.remove(slices[0].group)
         self._group_order.append(slices[0].group)
+        self._reached(Point.RECEIVE, slices)
         try:
             settled = self._run(slices)
         except TransientError as error:
@@ -139,6 +143,7 @@ class Worker:
             return 0
         started_s = self._clock()
         group = slices[0].group
+        self._reached(Point.COMPUTE, slices)
         try:
             hidden = forward_batch(self._layer_groups[group], slices, self._cache)  # (R, D)
             settled = self._pass_on(group, slices, hidden)
@@ -196,7 +201,10 @@ class Worker:
         confirm: Confirm | None
         if group == self._layout.last_group:
             self._write_rows(slices)
-            confirm = self._publish(self._commit_tokens(slices, hidden[ends - 1]))
+            following = self._commit_tokens(slices, hidden[ends - 1])
+            self._reached(Point.COMMIT, slices)
+            confirm = self._publish(following)
+            self._reached(Point.PUBLISH, slices)
         else:
             confirm = self._publish(
                 [
@@ -204,14 +212,17 @@ class Worker:
                     for piece, end in zip(slices, ends, strict=True)
                 ]
             )
+            self._reached(Point.PUBLISH, slices)
             self._write_rows(slices)  # beside the publish: both end before the ack
         if confirm is not None:
             confirm.wait(self._limits.confirm_timeout_s)
+        self._reached(Point.CONFIRM, slices)
         return sum(self._settle(group, piece) for piece in slices)
 
     def _write_rows(self, slices: Sequence[Slice]) -> None:
         if self._kv_pages is not None:
             write_rows(slices, self._cache, self._kv_pages, self._ledger)
+        self._reached(Point.WRITE, slices)
 
     def _commit_tokens(self, slices: Sequence[Slice], last_rows: FloatRows) -> list[Step]:
         """Commit a token for every slice that ends its step; returns the decode steps to send.
@@ -294,6 +305,11 @@ class Worker:
 
     def _cache(self, piece: Slice) -> SequenceCache:
         return self._pool.get(piece.group, piece.request_id, now_s=self._clock()).cache
+
+    def _reached(self, point: Point, slices: Sequence[Slice]) -> None:
+        if self._faults is not None:
+            ids = {piece.request_id for piece in slices}
+            self._faults.hit(point, slices[0].group, ids)
 
     def _queue(self, group: int) -> str:
         return group_queue(self._layout.model_id, self._layout.layout_id, group)
