@@ -9,6 +9,7 @@ from services.chaos.verdict import Recovery, Verdict
 
 COUNTS = ("accepted", "completed", "lost", "duplicated", "stuck", "wrong", "failed", "refused")
 MAX_NAMED = 5
+MAX_SHOWN_WAITS = 3
 
 
 def to_dict(verdict: Verdict) -> dict[str, Any]:
@@ -22,6 +23,11 @@ def to_lines(verdict: Verdict) -> list[str]:
     lines = [f"{name:12}{getattr(verdict, name):8}" for name in COUNTS]
     lines += ["", f"{'recovery from':22}{'times':>6}{'held up':>9}{'p50':>9}{'p99':>9}"]
     lines += [_recovery_line(name, found) for name, found in verdict.recovery.items()]
+    lines += [""] + [
+        f"waited {wait.wait_s:.2f} s for position {wait.position} of {wait.request_id} "
+        f"from {wait.began_s:.1f}s on: {', '.join(wait.faults) or 'no fault'}"
+        for wait in verdict.slowest[:MAX_SHOWN_WAITS]
+    ]
     lines += [
         "",
         f"queues       {sum(verdict.queues.values())} messages left"

@@ -21,6 +21,7 @@ from services.chaos.verdict import (
     judge_requests,
     recoveries,
     rss_slopes,
+    slowest_waits,
 )
 from shared.broker.base import Broker
 from shared.broker.rabbitmq import RabbitmqBroker
@@ -85,6 +86,7 @@ def run_chaos(
 
     Raises `ConfigError` when it cannot start: no servers, no such model, workers that do not serve.
     """
+    began_s = time.monotonic()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cellpipe-chaos-")))
         logs = options.log_folder or folder / "logs"
@@ -128,6 +130,7 @@ def run_chaos(
         observations = _observe(load.sightings, questions, expected, Ledger(stores.meta))
         verdict = judge_requests(observations)
         verdict.recovery = recoveries(observations, faults.log.injected)
+        verdict.slowest = slowest_waits(observations, faults.log.injected, began_s=began_s)
         verdict.queues = {queue: broker.depth(queue) or 0 for queue in queues}
         verdict.dead_letters = (broker.depth(DEAD_QUEUE) or 0) - dead_before
         verdict.num_leaked_keys = len(leaked)

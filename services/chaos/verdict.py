@@ -20,6 +20,7 @@ OVERLAPPING = "overlapping"
 # A wait of three times the usual one has been caused by something; 100 ms is scheduling noise.
 AFFECTED_FACTOR = 3.0
 AFFECTED_MIN_S = 0.1
+MAX_SLOWEST = 10
 WARM_UP_S = 10.0  # of a process, whose memory then is not yet what it will be
 RSS_MIN_SPAN_S = 60.0
 RSS_JUDGED_SPAN_S = 300.0  # a slope of less than this is noise
@@ -67,6 +68,17 @@ class Recovery:
     p99_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One long wait of a request: from one token to the next, and what fell into it."""
+
+    request_id: str
+    began_s: float
+    wait_s: float
+    position: int
+    faults: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class Verdict:
     """The ledger of a run. `problems` says in words what is off; empty means that all is well."""
@@ -80,6 +92,7 @@ class Verdict:
     failed: int = 0
     refused: int = 0
     recovery: dict[str, Recovery] = field(default_factory=dict)
+    slowest: list[Wait] = field(default_factory=list)
     queues: dict[str, int] = field(default_factory=dict)
     num_leaked_keys: int = 0
     dead_letters: int = 0
@@ -178,6 +191,23 @@ def recoveries(
         )
         for name, found in sorted(times.items())
     }
+
+
+def slowest_waits(
+    observations: Sequence[Observation], injected: Sequence[Injected], *, began_s: float
+) -> list[Wait]:
+    """The longest waits, for whoever looks for their cause; `began_s` is second 0."""
+    waits = [(b - a, a, b, o, n) for o in observations for n, (a, b, _) in enumerate(_waits(o))]
+    return [
+        Wait(
+            seen.request_id,
+            a - began_s,
+            wait_s,
+            seen.num_prompt + number,
+            tuple(f"{f.name} at {f.at_s - began_s:.1f}s" for f in injected if a <= f.at_s < b),
+        )
+        for wait_s, a, b, seen, number in sorted(waits, key=lambda wait: -wait[0])[:MAX_SLOWEST]
+    ]
 
 
 def _waits(seen: Observation) -> list[tuple[float, float, bool]]:
