@@ -16,7 +16,7 @@ from services.cli.tree import app
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shared.dead_letters import DeadLetter, DeadLetters
+    from shared.dead_queue import DeadQueue, Letter
     from shared.store.presence_types import WorkerInfo
 
 dead = typer.Typer(
@@ -156,16 +156,16 @@ def workers(as_json: AsJson = False) -> None:
 
 
 @contextmanager
-def _dead_letters() -> Iterator[DeadLetters]:
+def _dead_letters() -> Iterator[DeadQueue]:
     from services.cli.session import open_cluster
-    from shared.dead_letters import DeadLetters
+    from shared.dead_queue import DeadQueue
     from shared.store.ledger import Ledger
 
     with open_cluster(load_config(quiet=True)) as (broker, stores):
-        yield DeadLetters(broker, Ledger(stores.meta))
+        yield DeadQueue(broker, Ledger(stores.meta))
 
 
-def _letter_dict(letter: DeadLetter) -> dict[str, Any]:
+def _letter_dict(letter: Letter) -> dict[str, Any]:
     shown = asdict(letter)
     del shown["body"]
     return {**shown, "history": [list(entry) for entry in letter.history]}

@@ -12,7 +12,7 @@ from shared import codec
 from shared.broker.base import Broker, Outgoing
 from shared.broker.memory import MemoryBroker, MemoryHub
 from shared.broker.rabbitmq import RabbitmqBroker
-from shared.dead_letters import DeadLetters
+from shared.dead_queue import DeadQueue
 from shared.errors import RequestError
 from shared.messages import FinishReason, Request, SamplingParams, Step
 from shared.store.connection import connect
@@ -67,8 +67,8 @@ def ledger() -> Iterator[Ledger]:
 
 
 @pytest.fixture
-def letters(broker: Broker, ledger: Ledger) -> DeadLetters:
-    return DeadLetters(broker, ledger, draw_id=lambda: "r-again")
+def letters(broker: Broker, ledger: Ledger) -> DeadQueue:
+    return DeadQueue(broker, ledger, draw_id=lambda: "r-again")
 
 
 def drain(broker: Broker, queue: str) -> list[bytes]:
@@ -86,7 +86,7 @@ def bury(broker: Broker, *bodies: bytes) -> None:
 
 
 def test_looking_shows_every_letter_and_takes_none(
-    broker: Broker, letters: DeadLetters, ledger: Ledger
+    broker: Broker, letters: DeadQueue, ledger: Ledger
 ) -> None:
     ledger.admit(RECORD)
     ledger.finish("r-poison", FinishReason.ERROR, "the kernel refuses it")
@@ -104,7 +104,7 @@ def test_looking_shows_every_letter_and_takes_none(
 
 
 def test_a_retried_step_asks_its_request_again_under_a_new_id(
-    broker: Broker, letters: DeadLetters, ledger: Ledger
+    broker: Broker, letters: DeadQueue, ledger: Ledger
 ) -> None:
     ledger.admit(RECORD)
     bury(broker, codec.encode(POISON))
@@ -121,7 +121,7 @@ def test_a_retried_step_asks_its_request_again_under_a_new_id(
 
 @pytest.mark.parametrize("body", [b"\x93garbage", codec.encode(POISON)])
 def test_what_nothing_can_be_asked_from_stays_in_the_queue(
-    broker: Broker, letters: DeadLetters, body: bytes
+    broker: Broker, letters: DeadQueue, body: bytes
 ) -> None:
     bury(broker, body)  # of the step there is no record
 
@@ -132,7 +132,7 @@ def test_what_nothing_can_be_asked_from_stays_in_the_queue(
     assert drain(broker, REQUESTS_QUEUE) == []
 
 
-def test_purging_drops_the_one_that_is_named_or_all(broker: Broker, letters: DeadLetters) -> None:
+def test_purging_drops_the_one_that_is_named_or_all(broker: Broker, letters: DeadQueue) -> None:
     bury(broker, b"one", b"two", b"three")
     second = letters.letters()[1]
 
@@ -142,7 +142,7 @@ def test_purging_drops_the_one_that_is_named_or_all(broker: Broker, letters: Dea
     assert letters.letters() == []
 
 
-def test_an_unknown_letter_is_named(broker: Broker, letters: DeadLetters) -> None:
+def test_an_unknown_letter_is_named(broker: Broker, letters: DeadQueue) -> None:
     bury(broker, b"one")
 
     with pytest.raises(RequestError, match="0000"):

@@ -26,7 +26,7 @@ CONFIRM_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class DeadLetter:
+class Letter:
     """What was given up. `kind` is its wire kind, or "garbage"; `problem` says why it is garbage.
 
     `error` is what its request ended with, "" when that is not known (any more).
@@ -44,7 +44,7 @@ class DeadLetter:
     body: bytes = field(default=b"", repr=False)
 
 
-class DeadLetters:
+class DeadQueue:
     """The dead-letter queue of a cluster. Sees the oldest `MAX_LETTERS`."""
 
     def __init__(
@@ -55,7 +55,7 @@ class DeadLetters:
         self._draw_id = draw_id
         broker.declare(control_queues())
 
-    def letters(self) -> list[DeadLetter]:
+    def letters(self) -> list[Letter]:
         """All letters, the oldest first; they stay where they are."""
         with self._held() as deliveries:
             return self._read(deliveries)
@@ -117,7 +117,7 @@ class DeadLetters:
         self._broker.ack(delivery)
         deliveries.remove(delivery)
 
-    def _read(self, deliveries: Sequence[Delivery]) -> list[DeadLetter]:
+    def _read(self, deliveries: Sequence[Delivery]) -> list[Letter]:
         letters = [_read_letter(delivery) for delivery in deliveries]
         states = self._ledger.states({letter.request_id for letter in letters if letter.request_id})
         return [
@@ -163,8 +163,8 @@ def _letter_id(delivery: Delivery) -> str:
     return hashlib.sha256(delivery.body).hexdigest()[:10]
 
 
-def _read_letter(delivery: Delivery) -> DeadLetter:
-    letter = DeadLetter(
+def _read_letter(delivery: Delivery) -> Letter:
+    letter = Letter(
         letter_id=_letter_id(delivery),
         kind="garbage",
         request_id=codec.request_id_of(delivery.body, delivery.content_type),
