@@ -6,6 +6,7 @@ only the rig moves. What goes wrong is made by `tests/faults.py`, handed to the 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -153,6 +154,7 @@ class Rig:
             limits=limits,
             clock=self.clock,
             sleep=self.clock.sleep,
+            rng=random.Random(len(self._actors)),
         )
         self._actors[scheduler] = broker
         return scheduler

@@ -178,8 +178,10 @@ class Worker:
                 # A step can overtake its predecessor, which another worker of the group still
                 # computes: its rows come within one step's time or not at all.
                 waited_s = item.park(now_s=now_s, retry_s=self._limits.park_retry_s)
-                if waited_s > self._limits.park_limit_s:
+                if waited_s > self._limits.park_limit_s and self._kv_pages is None:
                     self._fail(item, str(error))
+                elif waited_s > self._limits.park_limit_s:
+                    self._inbox.ack(item)  # the scheduler sends again what the rows came from
                 continue
             except (KernelError, StoreDamaged) as error:
                 self._fail(item, f"KV rows in the store are damaged: {error}", dead=True)
