@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from shared import codec
 from shared.broker.base import Broker, Delivery, Outgoing
+from shared.dead_letters import DeadLetter
 from shared.errors import DecodeError, PermanentError, RequestError
 from shared.messages import Request, Step
 from shared.producer import new_request_id
@@ -29,7 +30,8 @@ CONFIRM_S = 10.0
 class Letter:
     """What was given up. `kind` is its wire kind, or "garbage"; `problem` says why it is garbage.
 
-    `error` is what its request ended with, "" when that is not known (any more).
+    `error` is what its request ended with, "" when that is not known (any more), and `history` what
+    is written on the letter of how it died.
     """
 
     letter_id: str
@@ -40,7 +42,7 @@ class Letter:
     position: int | None = None
     problem: str = ""
     error: str = ""
-    history: tuple[tuple[str, str], ...] = ()
+    history: DeadLetter = field(default_factory=lambda: DeadLetter(""))
     body: bytes = field(default=b"", repr=False)
 
 
@@ -164,11 +166,13 @@ def _letter_id(delivery: Delivery) -> str:
 
 
 def _read_letter(delivery: Delivery) -> Letter:
+    history = DeadLetter.of(delivery)
     letter = Letter(
         letter_id=_letter_id(delivery),
         kind="garbage",
-        request_id=codec.request_id_of(delivery.body, delivery.content_type),
+        request_id=history.request_id or codec.request_id_of(delivery.body, delivery.content_type),
         num_bytes=len(delivery.body),
+        history=history,
         body=delivery.body,
     )
     try:

@@ -130,6 +130,11 @@ def inbox_queue(worker_id: str, group: int) -> str:
     return f"cellpipe.{QUEUE_SCHEMA}.inbox.{worker_id}.g{group}"
 
 
+def is_inbox(queue: str) -> bool:
+    """Whether a queue is meant for one worker."""
+    return queue.startswith(f"cellpipe.{QUEUE_SCHEMA}.inbox.")
+
+
 def inbox_spec(
     layout: Layout, worker_id: str, group: int, *, ttl_ms: int = INBOX_TTL_MS
 ) -> QueueSpec:

@@ -45,9 +45,10 @@ def dead_list(as_json: AsJson = False) -> None:
         return
     for letter in found:
         where = "" if letter.group is None else f" group {letter.group} position {letter.position}"
+        why = letter.history.reason or letter.error or letter.problem
         typer.echo(
             f"{letter.letter_id}  {letter.kind:8} {letter.request_id or '-':28}"
-            f"{letter.num_bytes:>8} B{where}  {letter.error or letter.problem}"
+            f"{letter.num_bytes:>8} B{where}  {why}"
         )
 
 
@@ -66,8 +67,8 @@ def dead_show(letter_id: LetterId, as_json: AsJson = False) -> None:
         typer.echo(json.dumps(shown))
         return
     for name, value in shown.items():
-        if name == "history":
-            for key, text in found[0].history:
+        if isinstance(value, dict):
+            for key, text in value.items():
                 typer.echo(f"{'history':12} {key}: {text}")
         elif value not in (None, ""):
             typer.echo(f"{name:12} {value}")
@@ -168,7 +169,7 @@ def _dead_letters() -> Iterator[DeadQueue]:
 def _letter_dict(letter: Letter) -> dict[str, Any]:
     shown = asdict(letter)
     del shown["body"]
-    return {**shown, "history": [list(entry) for entry in letter.history]}
+    return shown
 
 
 def _worker_dict(worker: WorkerInfo, now_ms: int) -> dict[str, Any]:

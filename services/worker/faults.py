@@ -19,11 +19,12 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from services.worker.batch import Slice
 from shared.errors import ConfigError
 
 VARIABLE: Final = "CELLPIPE_TEST_FAULTS"
@@ -93,6 +94,12 @@ class Faults:
         for fault in self._faults:
             if fault.fires(point, group, request_ids):
                 self._act(fault)
+
+
+def reached(faults: Faults | None, point: Point, slices: Sequence[Slice]) -> None:
+    """The slices of a batch are at this point."""
+    if faults is not None:
+        faults.hit(point, slices[0].group, {piece.request_id for piece in slices})
 
 
 def parse_faults(text: str) -> list[Fault]:

@@ -12,6 +12,7 @@ from shared import codec
 from shared.broker.base import Broker, Outgoing
 from shared.broker.memory import MemoryBroker, MemoryHub
 from shared.broker.rabbitmq import RabbitmqBroker
+from shared.dead_letters import DeadLetter
 from shared.dead_queue import DeadQueue
 from shared.errors import RequestError
 from shared.messages import FinishReason, Request, SamplingParams, Step
@@ -101,6 +102,20 @@ def test_looking_shows_every_letter_and_takes_none(
     assert first[1].problem
     assert first[2].request_id == "r-asked"
     assert {letter.letter_id for letter in again} == {letter.letter_id for letter in first}
+
+
+def test_a_letter_tells_how_it_died(broker: Broker, letters: DeadQueue) -> None:
+    died = DeadLetter(
+        reason="killed 3 workers", request_id="r-poison", group=1, attempts=3, workers=("a", "b")
+    )
+    letter = Outgoing(DEAD_QUEUE, b"anything", persistent=True, headers=died.headers())
+    broker.publish([letter]).wait(WAIT_S)
+
+    (found,) = letters.letters()
+
+    assert (found.history.reason, found.history.attempts) == ("killed 3 workers", 3)
+    assert found.history.workers == ("a", "b")
+    assert found.request_id == "r-poison"
 
 
 def test_a_retried_step_asks_its_request_again_under_a_new_id(
