@@ -162,8 +162,8 @@ def recoveries(
     """Recovery by name of fault.
 
     A wait between two tokens of a request is held up when a fault falls into it and it is three
-    times the usual one. One with faults of several names counts as "overlapping", because
-    nobody can say which of them it was for.
+    times the usual one. One with the restart of a server counts for that, whatever else fell into
+    it; one with several names else is "overlapping", because nobody can say which it was for.
     """
     waits = [wait for o in observations for wait in _waits(o)]
     usual = {
@@ -178,6 +178,8 @@ def recoveries(
         if ended_s - began_s <= usual[is_first]:
             continue
         hits = [f for f in injected if began_s <= f.at_s < ended_s]
+        # Nothing comes back before the servers are: what else died meanwhile counts for them.
+        hits = [fault for fault in hits if fault.over_s > fault.at_s] or hits
         names = {fault.name for fault in hits}
         for fault in hits:
             name = fault.name if len(names) == 1 else OVERLAPPING

@@ -149,6 +149,16 @@ def test_a_wait_with_faults_of_two_kinds_is_nobodys() -> None:
     assert found["kill worker"].num_affected == found["freeze worker"].num_affected == 0
 
 
+def test_a_wait_with_a_restart_counts_for_the_restart() -> None:
+    held_up = steady("r-1", stall_after=10, stall_s=4.9)  # tokens at 1.0 and 6.0
+    faults = [Injected("restart broker", 1.5, 5.0), Injected("kill worker", 2.0, 2.0)]
+
+    found = recoveries([held_up], faults)
+
+    assert found["restart broker"].p99_s == pytest.approx(1.0)
+    assert found["kill worker"].num_affected == 0
+
+
 def test_percentiles_are_values_that_were_seen() -> None:
     values = [float(n) for n in range(1, 101)]
 
