@@ -104,10 +104,10 @@ def kv_bytes(plan: Plan, config: ModelConfig) -> int:
     return plan.max_position * config.num_hidden_layers * config.kv_row_bytes_per_layer
 
 
-def check_kv_bytes(plan: Plan, config: ModelConfig, max_bytes: int) -> None:
-    """Raise `RequestError` for a request that could never fit."""
+def check_kv_bytes(plan: Plan, config: ModelConfig, max_bytes: int | None) -> None:
+    """Raise `RequestError` for a request that could never fit into a budget; None is none."""
     needed = kv_bytes(plan, config)
-    if needed > max_bytes:
+    if max_bytes is not None and needed > max_bytes:
         raise RequestError(
             f"the request may need {needed} bytes of KV memory for {plan.max_position} positions, "
             f"and the scheduler's budget is {max_bytes} bytes",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -17,11 +16,11 @@ from services.scheduler.admission import ServedModel, check_kv_bytes, kv_bytes, 
 from services.scheduler.answers import Answers
 from services.scheduler.coverage import CoverageWatch
 from services.scheduler.held import Held
-from services.scheduler.kv_budget import KvBudget
 from services.scheduler.limits import SchedulerLimits
 from services.scheduler.records import plan_of, record_of, refusal_of
 from services.scheduler.redrive import Redriver
 from services.scheduler.replies import refusal_reply, send_reply
+from services.scheduler.waiting_room import KvBudget, WaitingRoom
 from shared import codec
 from shared.backoff import Backoff
 from shared.broker.base import Broker, Delivery
@@ -73,8 +72,8 @@ class Scheduler:
         self._sleep = sleep
         self._backoff = Backoff(first_s=0.05, max_s=2.0)
         self._held: dict[str, Held] = {}
-        self._waiting: deque[str] = deque()
         self._budget = KvBudget(None if kv_pages is None else limits.kv_budget_bytes)
+        self._waiting_room = WaitingRoom(self._budget, self._send_first)
         self._coverage = CoverageWatch(coverage, every_s=limits.coverage_check_s)
         self._redriver = Redriver(
             layout=model.layout,
@@ -115,18 +114,24 @@ class Scheduler:
         if self._held:
             timeout_s = min(timeout_s, self._limits.poll_s)
         delivery = self._broker.take(timeout_s)
+        failures = []
         try:
             if delivery is not None:
                 self._admit(delivery)
+        except TransientError as error:
+            failures.append(str(error))
+        try:  # a store too full to admit one more must not keep others from their answers
             self._poll()
         except TransientError as error:
-            wait_s = self._backoff.next_s()
-            log.warning("turn_failed", reason=str(error), wait_ms=round(wait_s * 1e3))
-            self._sleep(wait_s)
-            if delivery is not None and not self._holds(delivery):
-                self._broker.reject(delivery, requeue=True)
-        else:
+            failures.append(str(error))
+        if not failures:
             self._backoff.reset()
+            return
+        wait_s = self._backoff.next_s()
+        log.warning("turn_failed", reason=failures[0], wait_ms=round(wait_s * 1e3))
+        self._sleep(wait_s)
+        if delivery is not None and not self._holds(delivery):
+            self._broker.reject(delivery, requeue=True)
 
     # admission
 
@@ -167,8 +172,7 @@ class Scheduler:
     def _start(self, request: Request, delivery: Delivery) -> None:
         try:
             plan = plan_request(request, self._model, draw_seed=self._draw_seed)
-            if self._budget.max_bytes is not None:
-                check_kv_bytes(plan, self._model.config, self._budget.max_bytes)
+            check_kv_bytes(plan, self._model.config, self._budget.max_bytes)
         except RequestError as error:
             self._ledger.refuse(self._refusal(request.request_id, _with_remedy(error)))
             log.warning("request_refused", request_id=request.request_id, reason=str(error))
@@ -182,7 +186,7 @@ class Scheduler:
         held = self._hold(plan.request_id, delivery, record, is_new=True)
         held.is_waiting = True
         log.info("request_admitted", request_id=plan.request_id, prompt_tokens=len(plan.token_ids))
-        self._start_waiting()
+        self._waiting_room.let_in(self._held)
 
     def _adopt(self, record: LedgerRecord, delivery: Delivery) -> None:
         """Take over a request that another scheduler has admitted.
@@ -196,7 +200,7 @@ class Scheduler:
         elif held.running is not None:
             self._budget.reserve(record.request_id, held.kv_bytes)
         log.info("request_adopted", request_id=record.request_id, generated=record.num_generated)
-        self._start_waiting()
+        self._waiting_room.let_in(self._held)
 
     def _hold(
         self,
@@ -210,27 +214,16 @@ class Scheduler:
         if record is not None and record.finish_reason is None:
             held.running = self._redriver.watch(record, is_new=is_new, now_s=held.started_s)
             held.kv_bytes = kv_bytes(plan_of(record), self._model.config)
-            self._waiting.append(request_id)
+            self._waiting_room.enter(request_id)
         self._held[request_id] = held
         held.add(delivery)
         return held
 
-    def _start_waiting(self) -> None:
-        """Start those that wait, in order, while there is room for their KV rows."""
-        while self._waiting:
-            request_id = self._waiting[0]
-            held = self._held.get(request_id)
-            if held is not None and held.running is not None:
-                if held.is_waiting:
-                    if not self._budget.fits(held.kv_bytes):
-                        return  # those behind wait too, or a big one would starve
-                    try:
-                        self._redriver.start(request_id, held, now_s=self._clock())
-                    except PermanentError as error:
-                        self._bury(request_id, str(error))
-                    held.is_waiting = False
-                self._budget.reserve(request_id, held.kv_bytes)
-            self._waiting.popleft()
+    def _send_first(self, request_id: str, held: Held) -> None:
+        try:
+            self._redriver.start(request_id, held, now_s=self._clock())
+        except PermanentError as error:
+            self._bury(request_id, str(error))
 
     def _holds(self, delivery: Delivery) -> bool:
         return any(delivery in held.deliveries for held in self._held.values())
@@ -258,7 +251,7 @@ class Scheduler:
         damaged = self._redriver.look(self._held, states, self._surroundings(now_s))
         for request_id, reason in damaged.items():
             self._bury(request_id, reason)
-        self._start_waiting()
+        self._waiting_room.let_in(self._held)
 
     def _surroundings(self, now_s: float) -> Surroundings:
         return Surroundings(

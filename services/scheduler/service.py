@@ -105,6 +105,9 @@ class SchedulerService:
             pid=os.getpid(),
             rss_bytes=rss_bytes(),
             num_requests=scheduler.num_in_flight,
+            num_waiting=scheduler.num_waiting,
+            reserved_kv_bytes=scheduler.reserved_kv_bytes,
+            num_redrives=scheduler.num_redrives,
             started_unix_ms=self._started_unix_ms,
         )
         try:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.kv_budget import KvBudget
 from services.scheduler.limits import SchedulerLimits
 from services.scheduler.scheduler import Scheduler
+from services.scheduler.waiting_room import KvBudget
 from shared.messages import FinishReason, Request
 from shared.topology import REQUESTS_QUEUE
 from tests.rig import Rig, assert_answers

@@ -436,3 +436,22 @@ def test_tokens_that_the_store_lost_in_a_crash_come_again() -> None:
 
     assert scheduler.num_redrives == 1
     assert_answers(rig, [("r", PROMPT, SAMPLED)])
+
+
+def test_a_store_that_refuses_new_requests_does_not_keep_others_from_their_answers() -> None:
+    """A meta store whose memory is full refuses what adds to it."""
+    rig = Rig(NUM_GROUPS)
+    rig.add_workers()
+    full = Tripwire(
+        rig.ledger, "admit", StoreUnavailable("OOM"), times=None,
+        only_if=lambda record: record.request_id == "new",
+    )  # fmt: skip
+    rig.add_scheduler(ledger=full)
+    rig.open_reply_queue("mine")
+
+    rig.submit(make_request("old"), reply_to="mine")
+    rig.submit(make_request("new"), reply_to="mine")
+    rig.run_until(lambda: rig.num_ready("mine") == 1)
+
+    assert full.num_calls < 20  # it backs off
+    assert rig.num_messages(REQUESTS_QUEUE) == 1
