@@ -177,6 +177,13 @@ class Rig:
         """As `kill -9` does: its connection closes, what it had not settled goes back."""
         self._actors.pop(actor).close()
 
+    def freeze(self, worker: Worker) -> tuple[Worker, Broker]:
+        """As SIGSTOP does: it has no turns, but its connection stays."""
+        return worker, self._actors.pop(worker)
+
+    def thaw(self, frozen: tuple[Worker, Broker]) -> None:
+        self._actors[frozen[0]] = frozen[1]
+
     # time
 
     def turn(self) -> None:
