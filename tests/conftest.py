@@ -16,6 +16,7 @@ import redis
 from services.loader.pull import default_cache_dir, resolve_model
 from shared.broker.rabbitmq import RabbitmqBroker
 from shared.errors import ModelError
+from tests.contract.redis_server import RedisServer
 from tests.servers import URL_VARIABLES, PrivateServers
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import delete_queue
@@ -106,6 +107,15 @@ def own_servers() -> Iterator[PrivateServers]:
     """Servers that a test may kill and freeze, and leaves running."""
     with closing(PrivateServers()) as servers:
         yield servers
+
+
+@pytest.fixture
+def private_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server of this test's own, to be mistreated."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
 
 
 def proxied_url(proxy: TcpProxy) -> str:

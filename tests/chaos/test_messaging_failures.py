@@ -211,15 +211,17 @@ def test_no_stale_ack_after_reconnect(proxied: RabbitmqBroker, proxy: TcpProxy, 
     assert proxied.connected()
 
 
-def test_twenty_connection_losses_restore_every_consumer(
-    proxied: RabbitmqBroker, proxy: TcpProxy, amqp_url: str, queue: str
+# A link that flaps backs off up to 5 s: twenty losses take a minute.
+@pytest.mark.parametrize("num_losses", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_connection_losses_restore_every_consumer(
+    proxied: RabbitmqBroker, proxy: TcpProxy, amqp_url: str, queue: str, num_losses: int
 ) -> None:
     queues = [queue, *(f"{queue}.{number}" for number in range(4))]
     proxied.declare([QueueSpec(name) for name in queues])
     for name in queues:
         proxied.consume(name, prefetch=2)
     try:
-        for _ in range(20):
+        for _ in range(num_losses):
             proxy.cut()
             proxy.heal()
             wait_until(proxied.connected, "it is connected again")
