@@ -15,7 +15,7 @@ from services.chaos.schedule import Fault, FaultKind
 from services.chaos.servers import Servers
 from services.chaos.verdict import Injected
 from shared.broker.base import Broker, Outgoing
-from shared.errors import ConfigError, TransientError
+from shared.errors import TransientError
 
 GARBAGE = (b"\x93garbage", b"", b"\x00" * 64, b'{"kind": "step.v1"}', b"\x81\xa4kind\xa7step.v1")
 
@@ -67,14 +67,12 @@ class Faults:
     def inject(self, fault: Fault) -> None:
         """Do it now, or note that it was put off because there is no victim."""
         match fault.kind:
-            case FaultKind.KILL | FaultKind.FREEZE:
+            case FaultKind.KILL | FaultKind.STOP | FaultKind.FREEZE | FaultKind.HANG:
                 self._strike(fault)
             case FaultKind.RESTART:
                 self._restart(fault)
             case FaultKind.GARBAGE:
                 self._garbage(fault)
-            case FaultKind.HANG:
-                raise ConfigError("--hang needs the fault points of the worker")
 
     def tend(self, now_s: float) -> None:
         """Let those go on who were frozen long enough: zombies, which must be fenced."""
@@ -101,13 +99,17 @@ class Faults:
         now_s = self._clock()
         if fault.kind is FaultKind.KILL:
             self._crew.kill(victim)
+        elif fault.kind is FaultKind.STOP:
+            self._crew.terminate(victim)
+        elif fault.kind is FaultKind.HANG:
+            self._crew.hang(victim)
         else:
             self._crew.freeze(victim)
             self._thaws.append(_Thaw(now_s + self._frozen_s, victim, victim.pid))
         self._note(fault, now_s, now_s, victim.name)
 
     def _victims(self, role: str) -> list[Member]:
-        awake = [m for m in self._crew.of(role) if m.is_alive and not m.is_frozen]
+        awake = [m for m in self._crew.of(role) if m.is_alive and not m.is_stuck]
         if not self._spare_last or role != "worker":
             return awake
         now_s = self._clock()

@@ -34,10 +34,11 @@ class Member:
     group: int | None = None
     process: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
-    is_frozen: bool = False
+    is_stuck: bool = False  # frozen, or hung
     killed_by_us: bool = False
     respawn_s: float | None = None
     num_starts: int = 0
+    hang_file: Path | None = None  # its next step hangs once this exists
 
     @property
     def is_alive(self) -> bool:
@@ -88,6 +89,8 @@ class Crew:
 
     def add(self, role: str, name: str, *arguments: str, group: int | None = None) -> Member:
         member = Member(role, name, arguments, group)
+        if role == "worker":
+            member.hang_file = self._log_folder / f"{name}.hang"
         self.members.append(member)
         self._start(member)
         return member
@@ -114,17 +117,23 @@ class Crew:
         self._signal(member, signal.SIGKILL)
 
     def freeze(self, member: Member) -> None:
-        member.is_frozen = True
+        member.is_stuck = True
         self._signal(member, signal.SIGSTOP)
 
     def thaw(self, member: Member) -> None:
-        member.is_frozen = False
+        member.is_stuck = False
         self._signal(member, signal.SIGCONT)
 
     def terminate(self, member: Member) -> None:
         """SIGTERM: it hands back what it holds."""
         member.killed_by_us = True
         self._signal(member, signal.SIGTERM)
+
+    def hang(self, member: Member) -> None:
+        """Its next computation does not end, and its watchdog will end it."""
+        assert member.hang_file is not None, f"{member.role} cannot hang"
+        member.killed_by_us = member.is_stuck = True
+        member.hang_file.touch()
 
     def rss_bytes(self) -> Iterator[tuple[Member, int]]:
         """Resident memory of each live member; none where there is no /proc."""
@@ -156,7 +165,7 @@ class Crew:
         with self._log(member).open("ab") as log:
             member.process = subprocess.Popen(
                 [*CELLPIPE, *member.arguments],
-                env=self._environment(),
+                env=self._environment() | self._fault_points(member),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -164,9 +173,15 @@ class Crew:
                 start_new_session=True,
             )
         member.started_s = time.monotonic()
-        member.is_frozen = member.killed_by_us = False
+        member.is_stuck = member.killed_by_us = False
         member.respawn_s = None
         member.num_starts += 1
+
+    def _fault_points(self, member: Member) -> dict[str, str]:
+        if member.hang_file is None:
+            return {}
+        member.hang_file.unlink(missing_ok=True)
+        return {"CELLPIPE_TEST_FAULTS": f"hang@compute:file={member.hang_file}"}
 
     def _signal(self, member: Member, signum: signal.Signals) -> None:
         if member.process is not None:
@@ -182,8 +197,7 @@ class Crew:
         kept = {
             key: value
             for key, value in os.environ.items()
-            if not key.startswith("CELLPIPE_")
-            or key in ("CELLPIPE_CACHE_DIR", "CELLPIPE_KERNEL", "CELLPIPE_TEST_FAULTS")
+            if not key.startswith("CELLPIPE_") or key in ("CELLPIPE_CACHE_DIR", "CELLPIPE_KERNEL")
         }
         paths = [str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]
         return {**kept, "PYTHONPATH": os.pathsep.join(paths), **self._settings}

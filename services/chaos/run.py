@@ -13,7 +13,7 @@ from services.chaos.faults import FaultLog, Faults
 from services.chaos.load import Load, Question, Sighting, draw_questions
 from services.chaos.processes import Crew, OwnDeath
 from services.chaos.reference import ReferenceModel
-from services.chaos.schedule import FaultPlan, faults_of
+from services.chaos.schedule import FaultKind, FaultPlan, faults_of
 from services.chaos.servers import GivenServers, PrivateServers, Servers
 from services.chaos.verdict import (
     Observation,
@@ -60,6 +60,7 @@ class ChaosOptions:
     patience_s: float = 60.0
     frozen_s: float = 5.0
     memory: str = "256MiB"
+    hang_limit_s: float = 5.0
     spare_last: bool = True
     cluster: dict[str, str] | None = None
     log_folder: Path | None = None
@@ -143,7 +144,7 @@ def run_chaos(
 def _servers(options: ChaosOptions, folder: Path) -> Servers:
     if options.cluster is None:
         return PrivateServers(folder)
-    if restarts := [plan for plan in options.faults if plan.kind == "restart"]:
+    if restarts := [plan for plan in options.faults if plan.kind is FaultKind.RESTART]:
         GivenServers(options.cluster).restart(restarts[0].target)  # raises, and says why
     return GivenServers(options.cluster)
 
@@ -198,7 +199,9 @@ def _start_crew(
         crew.add("scheduler", f"scheduler-{number}", "scheduler")
     for group in range(options.num_groups):
         for number in range(options.workers_per_group):
-            arguments = ("worker", "--group", str(group), "--memory", options.memory)
+            arguments = ["worker", "--group", str(group), "--memory", options.memory]
+            if any(plan.kind is FaultKind.HANG for plan in options.faults):
+                arguments += ["--hang-limit", str(options.hang_limit_s)]
             crew.add("worker", f"worker-{group}.{number}", *arguments, group=group)
     pids = {member.pid for member in crew.members}
     deadline_s = time.monotonic() + START_PATIENCE_S
@@ -259,7 +262,7 @@ def _progress(options: ChaosOptions, crew: Crew, faults: Faults, load: Load) -> 
         num_requests=options.num_requests,
         num_tokens=sum(len(s.tokens) for s in load.sightings),
         num_faults=len(faults.log.injected),
-        num_alive=sum(m.is_alive and not m.is_frozen for m in crew.members),
+        num_alive=sum(m.is_alive and not m.is_stuck for m in crew.members),
     )
 
 

@@ -26,6 +26,7 @@ class FaultKind(StrEnum):
     """What is done. Each names its option."""
 
     KILL = "kill"
+    STOP = "stop"
     FREEZE = "freeze"
     RESTART = "restart"
     GARBAGE = "garbage"
@@ -34,6 +35,7 @@ class FaultKind(StrEnum):
 
 TARGETS: dict[FaultKind, tuple[str, ...]] = {
     FaultKind.KILL: ("worker", "scheduler"),
+    FaultKind.STOP: ("worker", "scheduler"),
     FaultKind.FREEZE: ("worker", "scheduler"),
     FaultKind.RESTART: ("broker", "redis", "meta"),
     FaultKind.GARBAGE: ("queue",),

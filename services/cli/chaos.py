@@ -43,6 +43,9 @@ def chaos(
     kill: Annotated[
         FaultTexts, _fault("--kill", "SIGKILL a worker or scheduler each PERIOD: worker:2s.")
     ] = None,
+    stop: Annotated[
+        FaultTexts, _fault("--stop", "SIGTERM one, which then leaves clean: worker:5s.")
+    ] = None,
     freeze: Annotated[
         FaultTexts, _fault("--freeze", "SIGSTOP one, and SIGCONT it later: worker:10s.")
     ] = None,
@@ -68,6 +71,9 @@ def chaos(
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same questions and faults.")] = 0,
     patience: Annotated[str, typer.Option(help="Silence after which a request is stuck.")] = "60s",
     memory: Annotated[str, typer.Option(help="Memory of each worker.")] = "256MiB",
+    hang_limit: Annotated[
+        float, typer.Option(min=1.0, help="Seconds after which a worker counts as hung.")
+    ] = 5.0,
     cluster: Annotated[
         bool,
         typer.Option(
@@ -94,7 +100,10 @@ def chaos(
     from services.chaos.schedule import parse_duration
 
     config = load_config(quiet=True)
-    texts = {"kill": kill, "freeze": freeze, "restart": restart, "garbage": garbage, "hang": hang}
+    texts = {
+        "kill": kill, "stop": stop, "freeze": freeze, "restart": restart, "garbage": garbage,
+        "hang": hang,
+    }  # fmt: skip
     options = ChaosOptions(
         model=model,
         faults=_plans({name: given for name, given in texts.items() if given}),
@@ -107,6 +116,7 @@ def chaos(
         patience_s=parse_duration(patience, field="--patience"),
         frozen_s=parse_duration(frozen_for, field="--frozen-for"),
         memory=memory,
+        hang_limit_s=hang_limit,
         spare_last=spare_last,
         cluster=_settings_of(config) if cluster else None,
         log_folder=logs,
