@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from types import FrameType
@@ -41,6 +42,7 @@ def worker(
     Example: cellpipe worker --group 2 --memory 128MiB
     """
     from services.cli.session import kernel_backend, open_cluster
+    from services.worker.faults import Faults
     from services.worker.service import WorkerOptions, WorkerService
 
     config = load_config()
@@ -57,6 +59,7 @@ def worker(
             stores=stores,
             backend=kernel_backend(config, threads),
             stopping=stopping,
+            faults=Faults.from_environ(os.environ),
         ).run()
 
 

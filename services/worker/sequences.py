@@ -33,6 +33,7 @@ class SequenceState:
     epoch: int = 0
     forwarded: int = 0
     last_used_s: float = 0.0
+    next_worker: str = ""  # who computes the next group of this request
 
     def is_repeat(self, *, epoch: int, end_position: int) -> bool:
         return epoch == self.epoch and end_position <= self.forwarded
@@ -110,6 +111,10 @@ class SequencePool:
                 break
             total -= state.cache.nbytes
             del self._states[key]
+
+    def num_active(self, *, since_s: float) -> int:
+        """How many requests had a turn since then."""
+        return sum(state.last_used_s >= since_s for state in self._states.values())
 
     @property
     def num_bytes(self) -> int:

@@ -6,6 +6,7 @@ Knows what a process is (pid, memory, signals); the turn itself is `worker.py`.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import threading
@@ -17,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from services.worker.faults import Faults
 from services.worker.limits import WorkerLimits
-from services.worker.worker import Worker
+from services.worker.worker import Membership, Worker
 from shared.broker.base import Broker
 from shared.errors import CellpipeError, ConfigError, StoreUnavailable
 from shared.kernel.weights import KernelBackend
@@ -26,6 +28,7 @@ from shared.manifest import Manifest, ShardKind
 from shared.model.config import ModelConfig
 from shared.model.layer_group import LayerGroup
 from shared.process import peak_rss_bytes, rss_bytes
+from shared.store.attempts import Attempts
 from shared.store.connection import Stores
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
@@ -79,9 +82,10 @@ class WorkerService:
         stores: Stores,
         backend: KernelBackend,
         stopping: threading.Event,
+        faults: Faults | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self.worker_id = new_worker_id()
         self._options = options
         self._weight_budget_bytes = options.memory_bytes - WORKER_BASE_BYTES
         if self._weight_budget_bytes <= 0:
@@ -92,6 +96,7 @@ class WorkerService:
         self._broker = broker
         self._backend = backend
         self._stopping = stopping
+        self._faults = faults
         self._clock = clock
         self._shards = ShardStore(stores.weights)
         self._presence = Presence(stores.meta, ttl_ms=PRESENCE_TTL_MS)
@@ -103,6 +108,7 @@ class WorkerService:
             for group in range(self._layout.num_groups)
         ]
         self._ledger = Ledger(stores.meta)
+        self._attempts = Attempts(stores.meta)
         self._kv_pages = KvPages.of_layout(
             stores.kv, self._layout, self._config.kv_row_bytes_per_layer
         )
@@ -125,7 +131,11 @@ class WorkerService:
                 broker=self._broker,
                 ledger=self._ledger,
                 kv_pages=self._kv_pages,
+                membership=Membership(
+                    self.worker_id, lambda: self._presence.workers(self._layout), self._attempts
+                ),
                 limits=self._limits_beside(groups),
+                faults=self._faults,
             )
             self._state = WorkerState.SERVING
             log.info(
@@ -263,3 +273,9 @@ class WorkerService:
             for name in group_shards(self._layout, group, tied=self._config.tie_word_embeddings)
         }
         return sum(self._manifest.shard(name).num_bytes for name in names)
+
+
+def new_worker_id() -> str:
+    """A name that no other process has had: it is part of queue names and of routes."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
+    return f"{host}-{os.getpid()}-{secrets.token_hex(2)}"

@@ -30,6 +30,16 @@ def kv_page(request_id: str, layout_id: str, group: int, page: int) -> str:
     return f"{PREFIX}{{{request_id}}}:kv:{layout_id}:{group}:{page}"
 
 
+def attempts(request_id: str, layout_id: str, group: int, epoch: int, position: int) -> str:
+    """Hash: worker id -> when it began to compute a step that was delivered before."""
+    return f"{PREFIX}{{{request_id}}}:attempts:{layout_id}:{group}:{epoch}:{position}"
+
+
+def draining(model_id: str, layout_id: str, worker_id: str) -> str:
+    """String with a time to live: the worker is asked to drain."""
+    return f"{PREFIX}{{{model_id}/{layout_id}}}:drain:{worker_id}"
+
+
 def manifest(model_id: str) -> str:
     """String: the manifest as JSON."""
     return f"{PREFIX}model:{model_id}:manifest"
