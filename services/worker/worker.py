@@ -238,6 +238,7 @@ class Worker:
                 if waited_s > self._limits.park_limit_s and self._kv_pages is None:
                     self._endings.fail(item, str(error))
                 elif waited_s > self._limits.park_limit_s:
+                    self._suspects.outlived(item)
                     self._inbox.ack(item)  # the scheduler sends again what the rows came from
                 continue
             except (KernelError, StoreDamaged) as error:
