@@ -33,6 +33,10 @@ def worker(
     ] = None,
     memory: Annotated[str, typer.Option(help="Memory of this process in all.")] = "256MiB",
     threads: Annotated[int, typer.Option(help="Threads that compute; 0 is one a core.", min=0)] = 1,
+    hang_limit: Annotated[
+        float,
+        typer.Option(help="Seconds that one batch may compute before the process ends.", min=1),
+    ] = 30.0,
 ) -> None:
     """Serve layer groups of the active layout until SIGTERM or Ctrl-C.
 
@@ -50,6 +54,7 @@ def worker(
         model=model,
         groups=tuple(group or ()),
         memory_bytes=parse_size(memory, field="--memory"),
+        hang_limit_s=hang_limit,
     )
     stopping = stop_on_signals()
     with open_cluster(config) as (broker, stores):

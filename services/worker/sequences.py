@@ -99,6 +99,10 @@ class SequencePool:
         for group in groups:
             self._states.pop((group, request_id), None)
 
+    def drop_group(self, group: int) -> None:
+        for key in [key for key in self._states if key[0] == group]:
+            del self._states[key]
+
     def trim(self, *, now_s: float) -> None:
         """Evict idle states, then the least recently used ones until the budget holds."""
         embedded = self._kv_pages is None

@@ -11,23 +11,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
-from services.worker.batch import Slice, plan_batch
+from services.worker.batch import Pending, Slice, plan_batch
 from services.worker.compute import forward_batch
 from services.worker.endings import Endings
 from services.worker.faults import Faults, Point, reached
 from services.worker.inbox import Inbox
 from services.worker.limits import WorkerLimits
 from services.worker.output import Output
+from services.worker.quarantine import Quarantine
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
 from services.worker.suspects import Suspects
 from services.worker.verdict import step_problem
+from services.worker.watchdog import Watchdog
 from shared.backoff import Backoff
 from shared.broker.base import Broker
 from shared.errors import KernelError, KvMissing, StoreDamaged, TransientError
@@ -44,6 +47,8 @@ from shared.topology import Layout, group_queue, inbox_queue, inbox_spec
 log = structlog.get_logger()
 
 FloatRows = npt.NDArray[np.float32]
+
+TURN_WEIGHT = 0.1  # of the newest turn in the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +79,13 @@ class Worker:
         membership: Membership | None = None,
         limits: WorkerLimits = WorkerLimits(),
         faults: Faults | None = None,
+        watchdog: Watchdog | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.num_steps_done = 0
+        self.quarantine = Quarantine()
+        self.turn_s = 0.0  # of late, exponentially smoothed
         self.last_step_unix_ms = 0
         self._layout = layout
         self._config = config
@@ -88,6 +96,9 @@ class Worker:
         self._kv_pages = kv_pages
         self._limits = limits
         self._faults = faults
+        self._computing: Callable[[], AbstractContextManager[None]] = (
+            watchdog.computing if watchdog else nullcontext
+        )
         self._clock = clock
         self._sleep = sleep
         self._backoff = Backoff(first_s=0.05, max_s=2.0)
@@ -140,10 +151,48 @@ class Worker:
     def groups(self) -> tuple[int, ...]:
         return tuple(sorted(self._layer_groups))
 
+    @property
+    def num_pending(self) -> int:
+        """Steps that were received and are not settled."""
+        return len(self._inbox)
+
+    def num_active(self, within_s: float = 2.0) -> int:
+        """Requests that had a turn lately."""
+        return self._pool.num_active(since_s=self._clock() - within_s)
+
     def serve_group(self, group: int, layer_group: LayerGroup) -> None:
         """Serve one more group from now on."""
         self._layer_groups[group] = layer_group
         self._group_order.append(group)
+        self._consume(group)
+
+    def drop_group(self, group: int) -> None:
+        """Serve a group no more: give back its steps and free its weights and caches."""
+        self._stop_consuming(group)
+        for item in self._inbox.items():
+            if item.step.group == group:
+                self._give_back(item)
+        self._pool.drop_group(group)
+        self._group_order.remove(group)
+        del self._layer_groups[group]
+
+    def stop_consuming(self) -> None:
+        """Take nothing more; what was received is worked off by further turns."""
+        for group in self._layer_groups:
+            self._stop_consuming(group)
+
+    def resume(self) -> None:
+        """Consume again, after `hand_back_all`."""
+        for group in self._layer_groups:
+            self._consume(group)
+
+    def hand_back_all(self) -> None:
+        """Take nothing more and give back every unsettled delivery; the last act before leaving."""
+        self.stop_consuming()  # or they would come straight back
+        for item in self._inbox.items():
+            self._give_back(item)
+
+    def _consume(self, group: int) -> None:
         if self._worker_id:
             ttl_ms = self._limits.inbox_ttl_ms
             self._broker.declare([inbox_spec(self._layout, self._worker_id, group, ttl_ms=ttl_ms)])
@@ -178,20 +227,18 @@ class Worker:
             log.warning("batch_handed_back", reason=str(error), wait_ms=round(wait_s * 1e3))
             self._sleep(wait_s)  # before the hand-back, which would bring the batch straight back
             for piece in slices:
-                self._suspects.outlived(piece.pending)
-                self._inbox.hand_back(piece.pending)
+                self._give_back(piece.pending)
             return 0
         self._backoff.reset()
         return settled
 
-    def hand_back_all(self) -> None:
-        """Take nothing more and give back every unsettled delivery; the last act before leaving."""
-        for group in self._layer_groups:
-            for queue in self._queues(group):
-                self._broker.cancel(queue)  # or they would come straight back
-        for item in self._inbox.items():
-            self._suspects.outlived(item)
-            self._inbox.hand_back(item)
+    def _stop_consuming(self, group: int) -> None:
+        for queue in self._queues(group):
+            self._broker.cancel(queue)
+
+    def _give_back(self, item: Pending) -> None:
+        self._suspects.outlived(item)
+        self._inbox.hand_back(item)
 
     def _run(self, slices: Sequence[Slice]) -> int:
         slices = self._with_rows_at_hand(slices)
@@ -199,14 +246,16 @@ class Worker:
             return 0
         started_s = self._clock()
         group = slices[0].group
-        reached(self._faults, Point.COMPUTE, slices)
         try:
-            hidden = forward_batch(self._layer_groups[group], slices, self._cache)  # (R, D)
+            with self._computing():
+                reached(self._faults, Point.COMPUTE, slices)
+                hidden = forward_batch(self._layer_groups[group], slices, self._cache)  # (R, D)
             self._output.pass_on(slices, hidden)
         except KernelError as error:  # nothing was published yet: sampling comes before
             return self._isolate(slices, error)
         settled = sum(self._settle(group, piece) for piece in slices)
         now_s = self._clock()
+        self.turn_s += TURN_WEIGHT * (now_s - started_s - self.turn_s)
         log.debug(
             "batch_done",
             group=group,
@@ -254,6 +303,7 @@ class Worker:
         if len(slices) > 1:
             return sum(self._run([piece]) for piece in slices)
         item = slices[0].pending
+        self.quarantine.failed(item.step.request_id)
         self._endings.fail(
             item, f"layer group {slices[0].group} cannot compute it: {error}", dead=True
         )
@@ -269,6 +319,7 @@ class Worker:
         self._suspects.done(piece.pending)
         self._inbox.ack(piece.pending)  # a crash above means redelivery, not loss
         self.num_steps_done += 1
+        self.quarantine.succeeded()
         self.last_step_unix_ms = _unix_ms()
         return 1
 
