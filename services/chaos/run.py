@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.chaos.faults import FaultLog, Faults
-from services.chaos.load import Load, Question, Sighting, draw_questions
-from services.chaos.processes import Crew, OwnDeath
+from services.chaos.faults import Faults
+from services.chaos.findings import judge_leftovers, observe, wait_until_settled
+from services.chaos.load import Load, Question, draw_questions
+from services.chaos.processes import Crew
 from services.chaos.reference import ReferenceModel
 from services.chaos.schedule import FaultKind, FaultPlan, faults_of
 from services.chaos.servers import GivenServers, PrivateServers, Servers
 from services.chaos.verdict import (
-    Observation,
     Verdict,
     judge_requests,
     recoveries,
@@ -25,14 +25,11 @@ from services.chaos.verdict import (
 )
 from shared.broker.base import Broker
 from shared.broker.rabbitmq import RabbitmqBroker
-from shared.errors import ConfigError, TransientError
-from shared.messages import FinishReason
+from shared.errors import ConfigError
 from shared.model.backend import pick_backend
 from shared.producer import Producer
 from shared.store.connection import Stores, connect
-from shared.store.ledger import START, Ledger
-from shared.store.ledger_types import FinalEvent, TokenEvent
-from shared.store.leftovers import leftover_keys
+from shared.store.ledger import Ledger
 from shared.store.presence import Presence
 from shared.store.presence_types import WorkerState
 from shared.store.shards import ShardStore
@@ -42,7 +39,6 @@ TURN_S = 0.05
 SHOW_S = 2.0
 SAMPLE_S = 1.0
 START_PATIENCE_S = 120.0
-SETTLE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +123,8 @@ def run_chaos(
         )
         samples = _disturb(options, crew, faults, load, show)
         say("the load is over; looking at what is left")
-        leaked = _settle(broker, stores, queues, load, crew)
-        observations = _observe(load.sightings, questions, expected, Ledger(stores.meta))
+        leaked = wait_until_settled(broker, stores, queues, load.sightings, tend=crew.tend)
+        observations = observe(load.sightings, questions, expected, Ledger(stores.meta))
         verdict = judge_requests(observations)
         verdict.recovery = recoveries(observations, faults.log.injected)
         verdict.slowest = slowest_waits(observations, faults.log.injected, began_s=began_s)
@@ -137,7 +133,7 @@ def run_chaos(
         verdict.num_leaked_keys = len(leaked)
         verdict.rss_mb_per_min, growing = rss_slopes(samples)
         verdict.problems += growing
-        _judge_leftovers(verdict, options, faults.log, crew.own_deaths, leaked)
+        judge_leftovers(verdict, options.faults, faults.log, crew.own_deaths, leaked)
         return verdict
 
 
@@ -264,90 +260,3 @@ def _progress(options: ChaosOptions, crew: Crew, faults: Faults, load: Load) -> 
         num_faults=len(faults.log.injected),
         num_alive=sum(m.is_alive and not m.is_stuck for m in crew.members),
     )
-
-
-def _settle(
-    broker: Broker, stores: Stores, queues: Sequence[str], load: Load, crew: Crew
-) -> list[str]:
-    """Give what still runs a moment to end; returns the keys that are left."""
-    request_ids = [s.request_id for s in load.sightings if s.finished_s is not None]
-    deadline_s = time.monotonic() + SETTLE_S
-    while True:
-        crew.tend(time.monotonic())
-        try:
-            left = leftover_keys(stores, request_ids)
-            waiting = sum(broker.depth(queue) or 0 for queue in queues)
-        except TransientError:
-            if time.monotonic() > deadline_s:
-                raise
-            left, waiting = [], 1
-        if (not left and not waiting) or time.monotonic() > deadline_s:
-            return left
-        time.sleep(0.2)
-
-
-def _observe(
-    sightings: Sequence[Sighting],
-    questions: Sequence[Question],
-    expected: Sequence[tuple[int, ...]],
-    ledger: Ledger,
-) -> list[Observation]:
-    """Put what each client saw beside what is on record now."""
-    on_record = ledger.states([sighting.request_id for sighting in sightings])
-    observations = []
-    for sighting in sightings:
-        events = ledger.events(sighting.request_id, START, count=100_000)
-        ends = [event for event in events if isinstance(event, FinalEvent)]
-        failed = bool(ends) and ends[0].finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
-        observations.append(
-            Observation(
-                request_id=sighting.request_id,
-                num_prompt=len(questions[sighting.question].prompt),
-                expected=expected[sighting.question],
-                is_accepted=sighting.is_accepted,
-                submitted_s=sighting.submitted_s,
-                seen=tuple(sighting.tokens),
-                stored=tuple(
-                    (event.position, event.token_id)
-                    for event in events
-                    if isinstance(event, TokenEvent)
-                ),
-                num_ends=len(ends),
-                ends_last=not ends or events[-1] is ends[-1],
-                is_on_record=sighting.request_id in on_record,
-                failure=(ends[0].error or str(ends[0].finish_reason)) if failed else "",
-            )
-        )
-    return observations
-
-
-def _judge_leftovers(
-    verdict: Verdict,
-    options: ChaosOptions,
-    log: FaultLog,
-    own_deaths: Sequence[OwnDeath],
-    leaked: Sequence[str],
-) -> None:
-    verdict.expected_dead_letters = log.num_garbage
-    for queue, left in verdict.queues.items():
-        if left:
-            verdict.problems.append(f"{left} messages are left in {queue}")
-    if leaked:
-        verdict.problems.append(f"{len(leaked)} keys are left in Redis, the first: {leaked[0]}")
-        verdict.named["leaked"] = list(leaked)
-    if verdict.dead_letters > log.num_garbage:
-        verdict.problems.append(
-            f"{verdict.dead_letters} dead letters, and only {log.num_garbage} were garbage"
-        )
-    for death in own_deaths:
-        verdict.named.setdefault("died by itself", []).append(f"{death.name} ({death.exit_code})")
-        if "Traceback" in death.log_tail:
-            verdict.problems.append(f"{death.name} crashed: {death.log_tail[-600:]}")
-    came = {fault.name for fault in log.injected}
-    for plan in options.faults:
-        if plan.name not in came:
-            verdict.named.setdefault("never came", []).append(
-                f"{plan.name} each {plan.period_s:g} s: the load was over, or nobody to spare"
-            )
-    if log.put_off:
-        verdict.named["left out"] = list(log.put_off)

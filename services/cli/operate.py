@@ -156,6 +156,30 @@ def workers(as_json: AsJson = False) -> None:
         )
 
 
+@app.command()
+def drain(
+    worker_id: Annotated[str, typer.Argument(help="An id that `cellpipe workers` shows.")],
+) -> None:
+    """Ask a worker to finish what it has and leave; it hears with its next heartbeat.
+
+    Example: cellpipe drain pi-4711-3fa2
+    """
+    from services.cli.session import open_stores
+    from shared.store.presence import Presence
+    from shared.store.shards import ShardStore
+
+    with open_stores(load_config(quiet=True)) as stores:
+        layout = ShardStore(stores.weights).active_layout("")
+        presence = Presence(stores.meta)
+        living = [worker.worker_id for worker in presence.workers(layout)]
+        if worker_id not in living:
+            raise ConfigError(
+                f"no worker {worker_id!r:.80} lives", remedy="see who does: cellpipe workers"
+            )
+        presence.request_drain(worker_id, layout)
+    typer.echo(f"{worker_id} is asked to drain")
+
+
 @contextmanager
 def _dead_letters() -> Iterator[DeadQueue]:
     from services.cli.session import open_cluster
