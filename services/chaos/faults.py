@@ -15,9 +15,10 @@ from services.chaos.schedule import Fault, FaultKind
 from services.chaos.servers import Servers
 from services.chaos.verdict import Injected
 from shared.broker.base import Broker, Outgoing
-from shared.errors import TransientError
+from shared.errors import ConfirmTimeout, TransientError
 
-GARBAGE = (b"\x93garbage", b"", b"\x00" * 64, b'{"kind": "step.v1"}', b"\x81\xa4kind\xa7step.v1")
+# Broken in ways of their own; a number behind each tells one from another in the dead letters.
+GARBAGE = (b"\x93garbage ", b"", b"\x00" * 64, b'{"kind": "step.v1"} ', b"\x81\xa4kind\xa7step.v1 ")
 
 
 @dataclass(slots=True)
@@ -33,7 +34,9 @@ class FaultLog:
 
     injected: list[Injected] = field(default_factory=list)
     put_off: list[str] = field(default_factory=list)
-    num_garbage: int = 0
+    garbage: set[bytes] = field(default_factory=set)  # confirmed
+    unconfirmed: set[bytes] = field(default_factory=set)  # its fate is unknown
+    withdrawn: set[bytes] = field(default_factory=set)  # said not to have been sent
     failure: BaseException | None = None
 
 
@@ -63,6 +66,7 @@ class Faults:
         self._spare_last = spare_last
         self._thaws: list[_Thaw] = []
         self._restarting: threading.Thread | None = None
+        self._num_garbage = 0
 
     def inject(self, fault: Fault) -> None:
         """Do it now, or note that it was put off because there is no victim."""
@@ -137,14 +141,20 @@ class Faults:
 
     def _garbage(self, fault: Fault) -> None:
         queue = self._queues[int(fault.draw * len(self._queues)) % len(self._queues)]
-        body = GARBAGE[self.log.num_garbage % len(GARBAGE)]
+        self._num_garbage += 1
+        body = GARBAGE[self._num_garbage % len(GARBAGE)] + str(self._num_garbage).encode()
         now_s = self._clock()
         try:
             self._broker.publish([Outgoing(queue, body, persistent=True)]).wait(5.0)
-        except TransientError as error:
+        except ConfirmTimeout as error:
+            self.log.unconfirmed.add(body)
             self._put_off(fault, str(error))
             return
-        self.log.num_garbage += 1
+        except TransientError as error:
+            self.log.withdrawn.add(body)
+            self._put_off(fault, str(error))
+            return
+        self.log.garbage.add(body)
         self._note(fault, now_s, now_s, queue)
 
     def _note(self, fault: Fault, at_s: float, over_s: float, what: str) -> None:

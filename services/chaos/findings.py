@@ -11,6 +11,7 @@ from services.chaos.processes import OwnDeath
 from services.chaos.schedule import FaultPlan
 from services.chaos.verdict import Observation, Verdict
 from shared.broker.base import Broker
+from shared.dead_queue import Letter
 from shared.errors import TransientError
 from shared.messages import FinishReason
 from shared.store.connection import Stores
@@ -87,18 +88,15 @@ def judge_leftovers(
     log: FaultLog,
     own_deaths: Sequence[OwnDeath],
     leaked: Sequence[str],
+    letters: Sequence[Letter],
 ) -> None:
-    verdict.expected_dead_letters = log.num_garbage
     for queue, left in verdict.queues.items():
         if left:
             verdict.problems.append(f"{left} messages are left in {queue}")
     if leaked:
         verdict.problems.append(f"{len(leaked)} keys are left in Redis, the first: {leaked[0]}")
         verdict.named["leaked"] = list(leaked)
-    if verdict.dead_letters > log.num_garbage:
-        verdict.problems.append(
-            f"{verdict.dead_letters} dead letters, and only {log.num_garbage} were garbage"
-        )
+    _judge_letters(verdict, log, letters)
     for death in own_deaths:
         verdict.named.setdefault("died by itself", []).append(f"{death.name} ({death.exit_code})")
         if "Traceback" in death.log_tail:
@@ -111,3 +109,21 @@ def judge_leftovers(
             )
     if log.put_off:
         verdict.named["left out"] = list(log.put_off)
+
+
+def _judge_letters(verdict: Verdict, log: FaultLog, letters: Sequence[Letter]) -> None:
+    """All that is dead must be our garbage; a letter may come twice when its broker was killed."""
+    bodies = {letter.body for letter in letters}
+    verdict.expected_dead_letters = len(log.garbage)
+    verdict.dead_letters = len(bodies)
+    if missing := log.garbage - bodies:
+        verdict.named["garbage without a dead letter"] = [repr(body) for body in sorted(missing)]
+    if ghosts := bodies & log.withdrawn:
+        verdict.problems.append(f"{len(ghosts)} messages came although they were given up unsent")
+    ours = log.garbage | log.unconfirmed | log.withdrawn
+    for letter in letters:
+        if letter.body not in ours:
+            why = letter.history.reason or letter.error or letter.problem
+            verdict.problems.append(
+                f"dead letter {letter.letter_id} ({letter.kind} of {letter.request_id}): {why}"
+            )

@@ -25,6 +25,7 @@ from services.chaos.verdict import (
 )
 from shared.broker.base import Broker
 from shared.broker.rabbitmq import RabbitmqBroker
+from shared.dead_queue import DeadQueue
 from shared.errors import ConfigError
 from shared.model.backend import pick_backend
 from shared.producer import Producer
@@ -33,7 +34,7 @@ from shared.store.ledger import Ledger
 from shared.store.presence import Presence
 from shared.store.presence_types import WorkerState
 from shared.store.shards import ShardStore
-from shared.topology import DEAD_QUEUE, REQUESTS_QUEUE, Layout, control_queues, group_queue
+from shared.topology import REQUESTS_QUEUE, Layout, group_queue
 
 TURN_S = 0.05
 SHOW_S = 2.0
@@ -101,8 +102,8 @@ def run_chaos(
         queues = [REQUESTS_QUEUE] + [
             group_queue(layout.model_id, layout.layout_id, g) for g in range(layout.num_groups)
         ]
-        broker.declare(control_queues())
-        dead_before = broker.depth(DEAD_QUEUE) or 0
+        dead_queue = DeadQueue(broker, Ledger(stores.meta))
+        dead_before = {letter.letter_id for letter in dead_queue.letters()}
         load = Load(
             Producer(broker, Ledger(stores.meta)),
             questions,
@@ -129,11 +130,11 @@ def run_chaos(
         verdict.recovery = recoveries(observations, faults.log.injected)
         verdict.slowest = slowest_waits(observations, faults.log.injected, began_s=began_s)
         verdict.queues = {queue: broker.depth(queue) or 0 for queue in queues}
-        verdict.dead_letters = (broker.depth(DEAD_QUEUE) or 0) - dead_before
+        letters = [x for x in dead_queue.letters() if x.letter_id not in dead_before]
         verdict.num_leaked_keys = len(leaked)
         verdict.rss_mb_per_min, growing = rss_slopes(samples)
         verdict.problems += growing
-        judge_leftovers(verdict, options.faults, faults.log, crew.own_deaths, leaked)
+        judge_leftovers(verdict, options.faults, faults.log, crew.own_deaths, leaked, letters)
         return verdict
 
 
