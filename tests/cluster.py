@@ -10,7 +10,7 @@ from types import TracebackType
 
 from services.loader.packed import PackedModel
 from services.loader.upload import load_model
-from services.scheduler.scheduler import SchedulerLimits
+from services.scheduler.limits import SchedulerLimits
 from services.scheduler.service import SchedulerService
 from services.worker.service import WorkerOptions, WorkerService
 from shared.broker.rabbitmq import RabbitmqBroker

@@ -6,12 +6,14 @@ only the rig moves. What goes wrong is made by `tests/faults.py`, handed to the 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from services.scheduler.admission import Plan, ServedModel, first_step
+from services.scheduler.limits import SchedulerLimits
 from services.scheduler.records import record_of
-from services.scheduler.scheduler import Scheduler, SchedulerLimits
+from services.scheduler.scheduler import Scheduler
 from services.worker.limits import WorkerLimits
 from services.worker.worker import Membership, Worker
 from shared import codec
@@ -166,6 +168,7 @@ class Rig:
             limits=limits,
             clock=self.clock,
             sleep=self.clock.sleep,
+            rng=random.Random(len(self._actors)),
         )
         self._actors[scheduler] = broker
         return scheduler

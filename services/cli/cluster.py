@@ -69,18 +69,37 @@ def worker(
 
 
 @app.command()
-def scheduler(model: ModelOption = "") -> None:
+def scheduler(
+    model: ModelOption = "",
+    kv_budget: Annotated[
+        str,
+        typer.Option(help="KV memory of the requests that run at once; others wait their turn."),
+    ] = "1GiB",
+    max_requests: Annotated[
+        int, typer.Option(help="Requests taken at once, running or waiting.", min=1, max=65_535)
+    ] = 256,
+) -> None:
     """Admit, start and answer requests until SIGTERM or Ctrl-C.
 
-    Example: cellpipe scheduler
+    Drives on what stands still. Several may run; each has a budget of its own, so give each a
+    share of the memory of the KV server.
+
+    Example: cellpipe scheduler --kv-budget 512MiB
     """
     from services.cli.session import open_cluster
+    from services.scheduler.limits import SchedulerLimits
     from services.scheduler.service import SchedulerService
 
     config = load_config()
+    limits = SchedulerLimits(
+        max_in_flight=max_requests,
+        kv_budget_bytes=parse_size(kv_budget, field="--kv-budget"),
+    )
     stopping = stop_on_signals()
     with open_cluster(config) as (broker, stores):
-        SchedulerService(model=model, broker=broker, stores=stores, stopping=stopping).run()
+        SchedulerService(
+            model=model, broker=broker, stores=stores, stopping=stopping, limits=limits
+        ).run()
 
 
 @app.command()

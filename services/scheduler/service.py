@@ -12,7 +12,8 @@ from collections.abc import Callable
 import structlog
 
 from services.scheduler.admission import ServedModel
-from services.scheduler.scheduler import Scheduler, SchedulerLimits
+from services.scheduler.limits import SchedulerLimits
+from services.scheduler.scheduler import Scheduler
 from shared.broker.base import Broker
 from shared.errors import StoreUnavailable
 from shared.model.config import ModelConfig
@@ -104,6 +105,9 @@ class SchedulerService:
             pid=os.getpid(),
             rss_bytes=rss_bytes(),
             num_requests=scheduler.num_in_flight,
+            num_waiting=scheduler.num_waiting,
+            reserved_kv_bytes=scheduler.reserved_kv_bytes,
+            num_redrives=scheduler.num_redrives,
             started_unix_ms=self._started_unix_ms,
         )
         try:

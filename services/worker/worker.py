@@ -288,8 +288,11 @@ class Worker:
                     self._inbox.ack(item)
                     continue
                 waited_s = item.park(now_s=now_s, retry_s=self._limits.park_retry_s)
-                if waited_s > self._limits.park_limit_s:
+                if waited_s > self._limits.park_limit_s and self._kv_pages is None:
                     self._endings.fail(item, str(error))
+                elif waited_s > self._limits.park_limit_s:
+                    self._suspects.outlived(item)
+                    self._inbox.ack(item)  # the scheduler sends again what the rows came from
                 continue
             except (KernelError, StoreDamaged) as error:
                 self._endings.fail(item, f"KV rows in the store are damaged: {error}", dead=True)

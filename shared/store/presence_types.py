@@ -92,11 +92,18 @@ class WorkerInfo(_Presence):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerInfo(_Presence):
-    """A scheduler as it last told of itself. `num_requests` is how many it holds."""
+    """A scheduler as it last told of itself.
+
+    `num_requests` is how many it holds, `num_waiting` those of them that wait for KV memory, of
+    which `reserved_kv_bytes` are taken. `num_redrives` counts the lost steps that it sent again.
+    """
 
     scheduler_id: str
     host: str = ""
     pid: int = 0
     rss_bytes: int = 0
     num_requests: int = 0
+    num_waiting: int = 0
+    reserved_kv_bytes: int = 0
+    num_redrives: int = 0
     started_unix_ms: int = 0

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.scheduler import Scheduler, SchedulerLimits
+from services.scheduler.limits import SchedulerLimits
+from services.scheduler.scheduler import Scheduler
 from shared import codec
 from shared.errors import StoreUnavailable
 from shared.messages import ChatMessage, FinishReason, Request
