@@ -63,9 +63,7 @@ class Suspects:
         """
         if self._attempts is None or not item.is_suspect or item.is_marked:
             return Go()
-        step = item.step
-        state = self._ledger.states([step.request_id]).get(step.request_id)
-        if state is not None and (state.finish_reason is not None or state.epoch > step.epoch):
+        if self.is_over(item):
             return Drop()
         name = _name(item)
         try:
@@ -78,6 +76,12 @@ class Suspects:
             return Poison(num_failed, died)
         item.is_marked = True
         return Go()
+
+    def is_over(self, item: Pending) -> bool:
+        """Whether its request has ended, or was started anew: then nobody needs it."""
+        step = item.step
+        state = self._ledger.states([step.request_id]).get(step.request_id)
+        return state is not None and (state.finish_reason is not None or state.epoch > step.epoch)
 
     def done(self, item: Pending) -> None:
         """It was computed and passed on, or buried."""

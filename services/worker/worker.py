@@ -282,7 +282,11 @@ class Worker:
                 self._pool.top_up(piece.group, piece.request_id, piece.position, now_s=now_s)
             except KvMissing as error:
                 # A step can overtake its predecessor, which another worker of the group still
-                # computes: its rows come within one step's time or not at all.
+                # computes: its rows come within one step's time or not at all. Or it is a late
+                # copy, of a request whose rows were deleted at its end.
+                if item.parked_since_s is None and self._suspects.is_over(item):
+                    self._inbox.ack(item)
+                    continue
                 waited_s = item.park(now_s=now_s, retry_s=self._limits.park_retry_s)
                 if waited_s > self._limits.park_limit_s and self._kv_pages is None:
                     self._endings.fail(item, str(error))
