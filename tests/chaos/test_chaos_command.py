@@ -45,6 +45,18 @@ def test_nothing_is_lost_while_workers_die_freeze_and_garbage_comes(tiny_gguf: P
     assert ledger["recovery"]["kill worker"]["num_faults"] >= 1  # type: ignore[index]
 
 
+def test_rolling_sigterm_under_load_loses_nothing(tiny_gguf: Path) -> None:
+    code, ledger, told = chaos(
+        tiny_gguf, "--requests", "120", "--concurrency", "4", "--seed", "2",
+        "--stop", "worker:700ms", "--stop", "scheduler:3s", "--schedulers", "2",
+    )  # fmt: skip
+
+    assert code == 0, told + json.dumps(ledger)
+    assert ledger["accepted"] == ledger["completed"] == 120
+    assert ledger["recovery"]["stop worker"]["num_faults"] >= 2  # type: ignore[index]
+    assert "died by itself" not in ledger["named"]  # type: ignore[operator]
+
+
 def test_servers_that_it_did_not_start_are_never_restarted() -> None:
     settings = {
         "CELLPIPE_AMQP_URL": "amqp://127.0.0.1:1/",

@@ -227,6 +227,37 @@ def test_presence_goes_red_when_consumption_stops(
     hung.kill()
 
 
+def test_native_code_three_ttls_long_is_not_declared_dead(
+    cluster: ProcessCluster, tiny_gguf: Path, packed: PackedModel
+) -> None:
+    """Or is fenced: its work goes to the other, and what it brings later changes nothing."""
+    expected = ReferenceModel(packed.manifest, packed.read_shard).generate(PROMPT, SAMPLING)
+    load_tiny(cluster, tiny_gguf, groups=1)
+    seconds = 3 * PRESENCE_TTL_S
+    slow = start_with_faults(cluster, f"slow@compute:3,seconds={seconds}", "worker")
+    cluster.start("worker")
+    cluster.start("scheduler")
+    cluster.wait_until_serving(2)
+    with (
+        closing(connect(cluster.settings["CELLPIPE_REDIS_URL"])) as stores,
+        closing(RabbitmqBroker.connect(cluster.settings["CELLPIPE_AMQP_URL"])) as broker,
+    ):
+        ledger = Ledger(stores.meta)
+        producer = Producer(broker, ledger)
+        asked = [Request(new_request_id(), token_ids=tuple(PROMPT), sampling=SAMPLING)
+                 for _ in range(4)]  # fmt: skip
+        for request in asked:
+            producer.submit(request)
+        wait_until(
+            lambda: all(answer_of(ledger, r.request_id)[1] for r in asked), "all are answered"
+        )
+
+        cluster.wait_until_serving(2)  # it was busy, not dead: it is back by itself
+
+        assert slow.poll() is None
+        assert [answer_of(ledger, r.request_id) for r in asked] == [(expected, 1)] * len(asked)
+
+
 def test_consumer_timeout_of_the_broker_is_survived(tmp_path: Path) -> None:
     with closing(PrivateServers()) as servers:
         servers.url("rabbitmq")
