@@ -455,3 +455,20 @@ def test_a_store_that_refuses_new_requests_does_not_keep_others_from_their_answe
 
     assert full.num_calls < 20  # it backs off
     assert rig.num_messages(REQUESTS_QUEUE) == 1
+
+
+@pytest.mark.parametrize("group", range(NUM_GROUPS))
+def test_a_frozen_worker_is_passed_over_by_the_second_redrive_at_the_latest(group: int) -> None:
+    # given two workers a group, one of which takes steps and does nothing with them
+    rig = Rig(NUM_GROUPS)
+    workers = rig.add_workers(2)
+    scheduler = rig.add_scheduler()
+    rig.submit(make_request())
+    rig.run_until(lambda: len(rig.tokens("r")) == 3)
+    frozen = max(workers[2 * group : 2 * group + 2], key=lambda worker: worker.num_steps_done)
+
+    rig.freeze(frozen)
+    run_until_idle(rig, scheduler)
+
+    assert 1 <= scheduler.num_redrives <= 2
+    assert_answers(rig, [("r", PROMPT, SAMPLED)])
