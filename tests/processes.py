@@ -46,13 +46,17 @@ class ProcessCluster:
         self._log_folder = log_folder
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *args: str) -> subprocess.Popen[bytes]:
-        """Start a command in the background; its output goes to a file of the log folder."""
+    def start(self, *args: str, faults: str = "") -> subprocess.Popen[bytes]:
+        """Start a command in the background; its output goes to a file of the log folder.
+
+        `faults` are what `services/worker/faults.py` reads.
+        """
+        settings = self.settings | ({"CELLPIPE_TEST_FAULTS": faults} if faults else {})
         log = self._log_folder / f"{len(self._processes)}-{args[0]}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*CELLPIPE, *args],
-                env=environment(self.settings),
+                env=environment(settings),
                 cwd=REPO,
                 stdout=output,
                 stderr=subprocess.STDOUT,
