@@ -108,6 +108,7 @@ class Worker:
             broker,
             problem=self._problem,
             is_repeat=self._is_repeat,
+            is_redriven=self._is_redriven,
             max_pending=2 * limits.max_batch_sequences,
             worker_id=self._worker_id,
             confirm_timeout_s=limits.confirm_timeout_s,
@@ -310,6 +311,10 @@ class Worker:
         state = self._pool.peek(step.group, step.request_id)
         end_position = step.position + step.num_positions
         return state is not None and state.is_repeat(epoch=step.epoch, end_position=end_position)
+
+    def _is_redriven(self, step: Step) -> bool:
+        state = self._pool.peek(step.group, step.request_id)
+        return step.epoch > 0 and (state is None or state.epoch != step.epoch)
 
     def _new_cache(self, group: int) -> SequenceCache:
         return self._layer_groups[group].new_cache()
