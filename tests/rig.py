@@ -164,6 +164,7 @@ class Rig:
             ledger=ledger or self.ledger,
             kv_pages=kv_pages or self._shared_pages,
             coverage=lambda: self.coverage,
+            peers=lambda: list(self.peers.values()),
             draw_seed=draw_seed,
             limits=limits,
             clock=self.clock,

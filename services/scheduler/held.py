@@ -16,7 +16,8 @@ class Held:
 
     `running` is what is known of it while it runs, None for one that was refused. It waits
     (`is_waiting`) until `kv_bytes` are free. `is_new` says that no step of it was ever sent, so
-    that its first needs no new epoch. `next_count_s` is when its KV rows may be counted again.
+    that its first needs no new epoch. `next_count_s` is when its KV rows may be counted again,
+    `sent_to` the worker that its last re-drive was meant for.
     `returned` holds messages that came again after a lost connection, while their first, stale
     delivery is still among `unanswered`: they are acked, and not answered a second time.
     `refused_since_s` says since when a reply queue is full, `retry_at_s` when to try again.
@@ -28,6 +29,7 @@ class Held:
     is_new: bool = False
     kv_bytes: int = 0
     next_count_s: float = 0.0
+    sent_to: str = ""
     unanswered: list[Delivery] = field(default_factory=list)
     returned: list[Delivery] = field(default_factory=list)
     refused_since_s: float | None = None

@@ -9,7 +9,7 @@ G layer groups.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -26,7 +26,8 @@ from shared.policy import End, Pace, Redrive, Running, Surroundings, Wait
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
 from shared.store.ledger_types import LedgerRecord, RequestState
-from shared.topology import Layout, group_queue
+from shared.store.presence_types import WorkerInfo, WorkerState
+from shared.topology import Layout, group_queue, inbox_queue
 
 log = structlog.get_logger()
 
@@ -44,10 +45,12 @@ class Redriver:
         broker: Broker,
         ledger: Ledger,
         kv_pages: KvPages | None,
+        peers: Callable[[], Sequence[WorkerInfo]],
         limits: SchedulerLimits,
         rng: random.Random,
     ) -> None:
         self.num_redrives = 0
+        self._peers = peers
         self._layout = layout
         self._broker = broker
         self._ledger = ledger
@@ -88,7 +91,7 @@ class Redriver:
         epoch = running.epoch if held.is_new else self._advance(request_id, held)
         held.is_new = False  # whatever becomes of the publish, its fate may stay unknown
         if epoch is not None:
-            self._send(request_id, epoch, 0)
+            self._send(request_id, epoch, 0, worker_id="")
             held.running = replace(running, epoch=epoch, moved_s=now_s, started_s=now_s)
 
     def look(
@@ -183,7 +186,8 @@ class Redriver:
         epoch = self._advance(request_id, held)
         if epoch is None:
             return
-        self._send(request_id, epoch, position)
+        held.sent_to = self._other_worker(held.sent_to)
+        self._send(request_id, epoch, position, worker_id=held.sent_to)
         held.running = running.redriven(
             epoch=epoch, now_s=around.now_s, jitter=self._rng.uniform(0.75, 1.0)
         )
@@ -210,7 +214,19 @@ class Redriver:
         held.running = replace(held.running, epoch=new)
         return new
 
-    def _send(self, request_id: str, epoch: int, position: int) -> None:
+    def _other_worker(self, before: str) -> str:
+        """A live worker of group 0, another than the last time; "" when none tells of itself.
+
+        The group's queue would hand steps to one that is frozen until the broker misses it.
+        """
+        able = [
+            peer.worker_id
+            for peer in self._peers()
+            if peer.state is WorkerState.SERVING and 0 in peer.groups
+        ]
+        return self._rng.choice([i for i in able if i != before] or able or [""])
+
+    def _send(self, request_id: str, epoch: int, position: int, *, worker_id: str) -> None:
         """One step to group 0 with all tokens from `position` on; its last row is sampled.
 
         Read after the epoch was advanced: nothing is committed in between any more.
@@ -228,8 +244,11 @@ class Redriver:
             plan_of(record), self._layout, epoch=epoch, position=position, generated=generated
         )
         layout = self._layout
-        queue = group_queue(layout.model_id, layout.layout_id, 0)
-        confirm = self._broker.publish([Outgoing(queue, codec.encode(step))])
+        queue, instead = group_queue(layout.model_id, layout.layout_id, 0), ""
+        if worker_id:
+            step = replace(step, route=(worker_id,))
+            queue, instead = inbox_queue(worker_id, 0), queue
+        confirm = self._broker.publish([Outgoing(queue, codec.encode(step), instead=instead)])
         confirm.wait(self._limits.confirm_timeout_s)
 
     def _typical_s(self, running: Running) -> float:

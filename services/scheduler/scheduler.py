@@ -36,6 +36,7 @@ from shared.policy import Surroundings
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
 from shared.store.ledger_types import LedgerRecord
+from shared.store.presence_types import WorkerInfo
 from shared.topology import REQUESTS_QUEUE
 
 log = structlog.get_logger()
@@ -44,7 +45,8 @@ log = structlog.get_logger()
 class Scheduler:
     """Serves the requests queue for one model.
 
-    `coverage()` gives the number of live workers of each group. `kv_pages` None is the embedded
+    `coverage()` gives the number of live workers of each group, `peers()` what they tell of
+    themselves. `kv_pages` None is the embedded
     mode, where nothing is left behind in a store.
     """
 
@@ -57,6 +59,7 @@ class Scheduler:
         kv_pages: KvPages | None,
         coverage: Callable[[], Sequence[int]],
         draw_seed: Callable[[], int],
+        peers: Callable[[], Sequence[WorkerInfo]] = tuple,
         limits: SchedulerLimits = SchedulerLimits(),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -80,6 +83,7 @@ class Scheduler:
             broker=broker,
             ledger=ledger,
             kv_pages=kv_pages,
+            peers=peers,
             limits=limits,
             rng=rng or random.Random(),
         )

@@ -83,6 +83,7 @@ class SchedulerService:
                 self._stores.kv, layout, self._served.config.kv_row_bytes_per_layer
             ),
             coverage=lambda: self._presence.coverage(layout),
+            peers=lambda: self._presence.workers(layout),
             draw_seed=lambda: secrets.randbits(63),
             limits=self._limits,
         )

@@ -22,7 +22,8 @@ class Inbox:
 
     `problem` says why a step cannot be computed here ("" if it can): such a step, like a frame
     that is no step at all, is dead-lettered at the door. `is_repeat` says whether this process
-    saw the broker confirm the step's output: then it is acked at the door.
+    saw the broker confirm the step's output: then it is acked at the door. `is_redriven` says
+    whether it is the first of an epoch that is not the first one: what came before may have died.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Inbox:
         *,
         problem: Callable[[Step], str],
         is_repeat: Callable[[Step], bool],
+        is_redriven: Callable[[Step], bool],
         max_pending: int,
         worker_id: str = "",
         confirm_timeout_s: float = 10.0,
@@ -38,6 +40,7 @@ class Inbox:
         self._broker = broker
         self._problem = problem
         self._is_repeat = is_repeat
+        self._is_redriven = is_redriven
         self._max_pending = max_pending
         self._worker_id = worker_id
         self._confirm_timeout_s = confirm_timeout_s
@@ -113,7 +116,8 @@ class Inbox:
         elif self._is_repeat(step):
             self._broker.ack(delivery)
         else:
-            is_suspect = delivery.redelivered or bool(delivery.handed_over_from)
+            came_before = delivery.redelivered or bool(delivery.handed_over_from)
+            is_suspect = came_before or self._is_redriven(step)
             self._items.append(Pending(delivery, step, is_suspect=is_suspect))
 
     def _refuse(self, delivery: Delivery, reason: str) -> None:

@@ -130,8 +130,12 @@ class Output:
         if not self._worker_id:
             return following
         state = self._pool.peek(piece.group, piece.request_id)
-        known = worker_of(following.route, following.group) or (state.next_worker if state else "")
-        chosen = self._sender.choose(following.group, known)
+        known, shunned = worker_of(following.route, following.group), ""
+        if state is not None and state.next_epoch == following.epoch:
+            known = known or state.next_worker
+        elif state is not None:
+            shunned = state.next_worker  # it was driven again: perhaps that one came to a stop
+        chosen = self._sender.choose(following.group, known, shunned=shunned)
         if state is not None:
-            state.next_worker = chosen
+            state.next_worker, state.next_epoch = chosen, following.epoch
         return routed(following, worker_id=self._worker_id, group=piece.group, next_worker=chosen)

@@ -58,12 +58,14 @@ class Peer:
         return num_waiting * float(self.turn_us or DEFAULT_TURN_US)
 
 
-def choose_worker(group: int, routed: str, peers: Sequence[Peer]) -> str:
+def choose_worker(group: int, routed: str, peers: Sequence[Peer], *, shunned: str = "") -> str:
     """The worker for a step of `group`; "" when none is known, and any of the group may take it.
 
-    `routed` is the worker that had this request before, or "".
+    `routed` is the worker that had this request before, or "". `shunned` had it when it came to a
+    stop: it may be frozen, and is taken only if nobody else is there.
     """
     able = [peer for peer in peers if peer.is_serving and group in peer.groups]
+    able = [peer for peer in able if peer.worker_id != shunned] or able
     if not able:
         return ""
     usual = next((peer for peer in able if peer.worker_id == routed), None)

@@ -41,10 +41,13 @@ class Sender:
         self._peers: dict[str, Peer] = {}
         self._refresh_at_s = 0.0
 
-    def choose(self, group: int, routed: str) -> str:
-        """The worker for a step of a group, given who had its request before; "" for any."""
+    def choose(self, group: int, routed: str, *, shunned: str = "") -> str:
+        """The worker for a step of a group, given who had its request before; "" for any.
+
+        `shunned` is taken only if nobody else is there.
+        """
         self._refresh_when_due()
-        chosen = choose_worker(group, routed, list(self._peers.values()))
+        chosen = choose_worker(group, routed, list(self._peers.values()), shunned=shunned)
         if chosen and chosen != routed:
             self._peers[chosen] = self._peers[chosen].assigned()
         return chosen

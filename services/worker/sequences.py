@@ -33,7 +33,8 @@ class SequenceState:
     epoch: int = 0
     forwarded: int = 0
     last_used_s: float = 0.0
-    next_worker: str = ""  # who computes the next group of this request
+    next_worker: str = ""  # who computes the next group of this request, chosen in next_epoch
+    next_epoch: int = 0
 
     def is_repeat(self, *, epoch: int, end_position: int) -> bool:
         return epoch == self.epoch and end_position <= self.forwarded

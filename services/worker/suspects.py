@@ -107,4 +107,4 @@ class Suspects:
 
 def _name(item: Pending) -> StepName:
     step = item.step
-    return StepName(step.request_id, step.layout_id, step.group, step.epoch, step.position)
+    return StepName(step.request_id, step.layout_id, step.group, step.position)

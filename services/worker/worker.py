@@ -26,6 +26,7 @@ from services.worker.inbox import Inbox
 from services.worker.limits import WorkerLimits
 from services.worker.output import Output
 from services.worker.quarantine import Quarantine
+from services.worker.readiness import Readiness, unix_ms
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
 from services.worker.suspects import Suspects
@@ -33,7 +34,7 @@ from services.worker.verdict import step_problem
 from services.worker.watchdog import Watchdog
 from shared.backoff import Backoff
 from shared.broker.base import Broker
-from shared.errors import KernelError, KvMissing, StoreDamaged, TransientError
+from shared.errors import KernelError, TransientError
 from shared.messages import Step
 from shared.model.config import ModelConfig
 from shared.model.kv_cache import SequenceCache
@@ -93,7 +94,6 @@ class Worker:
         self._group_order: list[int] = []  # the one that waits longest for a turn first
         self._broker = broker
         self._ledger = ledger
-        self._kv_pages = kv_pages
         self._limits = limits
         self._faults = faults
         self._computing: Callable[[], AbstractContextManager[None]] = (
@@ -108,6 +108,7 @@ class Worker:
             broker,
             problem=self._problem,
             is_repeat=self._is_repeat,
+            is_redriven=self._is_redriven,
             max_pending=2 * limits.max_batch_sequences,
             worker_id=self._worker_id,
             confirm_timeout_s=limits.confirm_timeout_s,
@@ -117,7 +118,7 @@ class Worker:
             ledger,
             worker_id=self._worker_id,
             max_attempts=limits.max_attempts,
-            unix_ms=_unix_ms,
+            unix_ms=unix_ms,
         )
         self._suspects_first = True
         self._endings = Endings(
@@ -125,6 +126,16 @@ class Worker:
             ledger,
             self._suspects,
             forget=lambda request_id: self._pool.drop(request_id, self._layer_groups),
+        )
+        self._readiness = Readiness(
+            pool=self._pool,
+            inbox=self._inbox,
+            suspects=self._suspects,
+            endings=self._endings,
+            limits=limits,
+            is_repeat=self._is_repeat,
+            embedded=kv_pages is None,
+            clock=clock,
         )
         self._output = Output(
             layout=layout,
@@ -241,7 +252,7 @@ class Worker:
         self._inbox.hand_back(item)
 
     def _run(self, slices: Sequence[Slice]) -> int:
-        slices = self._with_rows_at_hand(slices)
+        slices = self._readiness.ready(slices)
         if not slices:
             return 0
         started_s = self._clock()
@@ -266,42 +277,6 @@ class Worker:
         self._pool.trim(now_s=now_s)
         return settled
 
-    def _with_rows_at_hand(self, slices: Sequence[Slice]) -> list[Slice]:
-        """The slices whose earlier KV rows are here or could be read; the others are parked."""
-        ready = []
-        now_s, now_unix_ms = self._clock(), _unix_ms()
-        for piece in slices:
-            item = piece.pending
-            if self._is_repeat(item.step):  # its twin was passed on while it waited
-                self._inbox.ack(item)
-                continue
-            if 0 < item.step.deadline_unix_ms <= now_unix_ms:
-                self._endings.fail(item, "the request's deadline has passed")
-                continue
-            try:
-                self._pool.top_up(piece.group, piece.request_id, piece.position, now_s=now_s)
-            except KvMissing as error:
-                # A step can overtake its predecessor, which another worker of the group still
-                # computes: its rows come within one step's time or not at all. Or it is a late
-                # copy, of a request whose rows were deleted at its end.
-                if item.parked_since_s is None and self._suspects.is_over(item):
-                    self._inbox.ack(item)
-                    continue
-                waited_s = item.park(now_s=now_s, retry_s=self._limits.park_retry_s)
-                if waited_s > self._limits.park_limit_s and self._kv_pages is None:
-                    self._endings.fail(item, str(error))
-                elif waited_s > self._limits.park_limit_s:
-                    self._suspects.outlived(item)
-                    self._inbox.ack(item)  # the scheduler sends again what the rows came from
-                continue
-            except (KernelError, StoreDamaged) as error:
-                self._endings.fail(item, f"KV rows in the store are damaged: {error}", dead=True)
-                continue
-            item.parked_since_s = None
-            if self._endings.may_compute(item):
-                ready.append(piece)
-        return ready
-
     def _isolate(self, slices: Sequence[Slice], error: KernelError) -> int:
         """A batch failed: run its members alone, so that only the culprit's request ends."""
         if len(slices) > 1:
@@ -324,7 +299,7 @@ class Worker:
         self._inbox.ack(piece.pending)  # a crash above means redelivery, not loss
         self.num_steps_done += 1
         self.quarantine.succeeded()
-        self.last_step_unix_ms = _unix_ms()
+        self.last_step_unix_ms = unix_ms()
         return 1
 
     def _problem(self, step: Step) -> str:
@@ -337,6 +312,10 @@ class Worker:
         end_position = step.position + step.num_positions
         return state is not None and state.is_repeat(epoch=step.epoch, end_position=end_position)
 
+    def _is_redriven(self, step: Step) -> bool:
+        state = self._pool.peek(step.group, step.request_id)
+        return step.epoch > 0 and (state is None or state.epoch != step.epoch)
+
     def _new_cache(self, group: int) -> SequenceCache:
         return self._layer_groups[group].new_cache()
 
@@ -346,7 +325,3 @@ class Worker:
     def _queues(self, group: int) -> list[str]:
         shared = group_queue(self._layout.model_id, self._layout.layout_id, group)
         return [inbox_queue(self._worker_id, group), shared] if self._worker_id else [shared]
-
-
-def _unix_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -18,17 +18,16 @@ ATTEMPTS_TTL_MS = 600_000
 
 @dataclass(frozen=True, slots=True)
 class StepName:
-    """What a repeated delivery has in common with the first one."""
+    """What a repeated delivery, or one that was driven again, has in common with the first one."""
 
     request_id: str
     layout_id: str
     group: int
-    epoch: int
     position: int
 
     @property
     def key(self) -> str:
-        return keys.attempts(self.request_id, self.layout_id, self.group, self.epoch, self.position)
+        return keys.attempts(self.request_id, self.layout_id, self.group, self.position)
 
 
 class Attempts:

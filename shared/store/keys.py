@@ -30,9 +30,9 @@ def kv_page(request_id: str, layout_id: str, group: int, page: int) -> str:
     return f"{PREFIX}{{{request_id}}}:kv:{layout_id}:{group}:{page}"
 
 
-def attempts(request_id: str, layout_id: str, group: int, epoch: int, position: int) -> str:
+def attempts(request_id: str, layout_id: str, group: int, position: int) -> str:
     """Hash: worker id -> when it began to compute a step that was delivered before."""
-    return f"{PREFIX}{{{request_id}}}:attempts:{layout_id}:{group}:{epoch}:{position}"
+    return f"{PREFIX}{{{request_id}}}:attempts:{layout_id}:{group}:{position}"
 
 
 def draining(model_id: str, layout_id: str, worker_id: str) -> str:

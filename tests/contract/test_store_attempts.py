@@ -5,7 +5,7 @@ from __future__ import annotations
 from shared.store.attempts import ATTEMPTS_TTL_MS, Attempts, StepName
 from shared.store.connection import Stores
 
-STEP = StepName("r-1", "even2", 1, 0, 17)
+STEP = StepName("r-1", "even2", 1, 17)
 
 
 def test_a_process_sees_the_marks_of_others_and_not_its_own(stores: Stores) -> None:
@@ -22,10 +22,9 @@ def test_a_mark_of_one_step_is_none_of_another(stores: Stores) -> None:
     attempts.begin(STEP, "a", now_unix_ms=1)
 
     for other in (
-        StepName("r-2", "even2", 1, 0, 17),
-        StepName("r-1", "even2", 0, 0, 17),
-        StepName("r-1", "even2", 1, 1, 17),
-        StepName("r-1", "even2", 1, 0, 18),
+        StepName("r-2", "even2", 1, 17),
+        StepName("r-1", "even2", 0, 17),
+        StepName("r-1", "even2", 1, 18),
     ):
         assert attempts.begin(other, "b", now_unix_ms=2) == ()
 

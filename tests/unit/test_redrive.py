@@ -455,3 +455,55 @@ def test_a_store_that_refuses_new_requests_does_not_keep_others_from_their_answe
 
     assert full.num_calls < 20  # it backs off
     assert rig.num_messages(REQUESTS_QUEUE) == 1
+
+
+@pytest.mark.parametrize("group", range(NUM_GROUPS))
+def test_a_frozen_worker_is_passed_over_by_the_second_redrive_at_the_latest(group: int) -> None:
+    # given two workers a group, one of which takes steps and does nothing with them
+    rig = Rig(NUM_GROUPS)
+    workers = rig.add_workers(2)
+    scheduler = rig.add_scheduler()
+    rig.submit(make_request())
+    rig.run_until(lambda: len(rig.tokens("r")) == 3)
+    frozen = max(workers[2 * group : 2 * group + 2], key=lambda worker: worker.num_steps_done)
+
+    rig.freeze(frozen)
+    run_until_idle(rig, scheduler)
+
+    assert 1 <= scheduler.num_redrives <= 2
+    assert_answers(rig, [("r", PROMPT, SAMPLED)])
+
+
+@pytest.mark.parametrize("group", range(NUM_GROUPS))
+def test_a_killer_input_takes_down_three_workers_though_it_is_driven_again(group: int) -> None:
+    """Replacements come late, so that the scheduler drives it on before they are there."""
+
+    class KillerGroup:
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            raise Crash
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(rig.layer_group(group), name)
+
+    rig = Rig(NUM_GROUPS)
+    for other in set(range(NUM_GROUPS)) - {group}:
+        rig.add_worker(other)
+    scheduler = rig.add_scheduler()
+    rig.open_reply_queue("mine")
+    rig.submit(make_request(), reply_to="mine")
+
+    for _ in range(10):
+        known = rig.num_crashes
+        name = f"killed{known}"
+        rig.add_worker(layer_groups={group: KillerGroup()}, worker_id=name)
+        for _ in range(20):
+            rig.turn()
+        if rig.num_crashes > known:
+            rig.peers.pop(name)
+            run_for(rig, 4.0)
+
+    (reply,) = rig.replies("mine")
+    assert rig.num_crashes == 3
+    assert scheduler.num_redrives >= 1
+    assert f"layer group {group} died 3 times" in reply.error
+    assert rig.num_dead() == 1

@@ -78,3 +78,8 @@ def test_a_route_grows_to_the_group_that_is_set() -> None:
     assert with_worker(("a", "b"), 0, "c") == ("c", "b")
     assert worker_of(("a",), 1) == ""
     assert worker_of(("a", "b"), 1) == "b"
+
+
+def test_a_worker_that_came_to_a_stop_is_taken_only_if_nobody_else_is_there() -> None:
+    assert choose_worker(1, "", [A, changed(B, num_pending=30)], shunned="a") == "b"
+    assert choose_worker(1, "", [A], shunned="a") == "a"
