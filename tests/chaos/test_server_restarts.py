@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.chaos.reference import ReferenceModel
 from services.loader.packed import PackedModel, open_packed
 from shared.broker.rabbitmq import RabbitmqBroker
 from shared.messages import FinishReason, Request, SamplingParams
@@ -18,7 +19,6 @@ from shared.store.ledger import Ledger
 from shared.text.document import read_text_document
 from tests.contract.redis_server import RedisServer
 from tests.processes import ProcessCluster
-from tests.reference_run import ReferenceModel
 from tests.servers import PrivateServers
 
 pytestmark = [pytest.mark.real_model, pytest.mark.servers, pytest.mark.timeout(300)]

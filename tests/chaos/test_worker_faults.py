@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from services.chaos.reference import ReferenceModel
 from services.loader.packed import open_packed
 from shared.broker import connect as connect_broker
 from shared.dead_letters import DeadLetter
@@ -22,7 +23,6 @@ from shared.store.ledger_types import FinalEvent, TokenEvent
 from shared.topology import DEAD_QUEUE
 from tests.gguf_files import write_gguf
 from tests.processes import ProcessCluster
-from tests.reference_run import ReferenceModel
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(240)]
 
