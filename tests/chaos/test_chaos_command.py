@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -19,13 +21,15 @@ def tiny_gguf(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "tiny.gguf", TinyModel(layers=4))
 
 
-def chaos(tiny_gguf: Path, *options: str) -> tuple[int, dict[str, object], str]:
+def chaos(
+    tiny_gguf: Path, *options: str, settings: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, dict[str, object], str]:
     """Exit code, what --json printed, and what was told."""
     if missing := load_servers_script().missing_software(("rabbitmq", "redis")):
         pytest.skip(f"not installed: {missing}")
     result = cellpipe(
         "chaos", "--model", str(tiny_gguf), "--groups", "2", "--json", *options,
-        settings={"CELLPIPE_CACHE_DIR": str(tiny_gguf.parent)}, timeout_s=170,
+        settings={"CELLPIPE_CACHE_DIR": str(tiny_gguf.parent), **settings}, timeout_s=170,
     )  # fmt: skip
     assert result.stdout, result.stderr
     return result.returncode, json.loads(result.stdout), result.stderr
@@ -55,6 +59,19 @@ def test_rolling_sigterm_under_load_loses_nothing(tiny_gguf: Path) -> None:
     assert ledger["accepted"] == ledger["completed"] == 120
     assert ledger["recovery"]["stop worker"]["num_faults"] >= 2  # type: ignore[index]
     assert "died by itself" not in ledger["named"]  # type: ignore[operator]
+
+
+def test_it_runs_on_the_servers_of_a_cluster(
+    tiny_gguf: Path, amqp_url: str, fresh_redis_url: str
+) -> None:
+    settings = {"CELLPIPE_AMQP_URL": amqp_url, "CELLPIPE_REDIS_URL": fresh_redis_url}
+
+    code, ledger, told = chaos(
+        tiny_gguf, "--cluster", "--requests", "12", "--kill", "worker:1s", settings=settings
+    )
+
+    assert code == 0, told + json.dumps(ledger)
+    assert ledger["completed"] == 12
 
 
 def test_servers_that_it_did_not_start_are_never_restarted() -> None:
