@@ -160,6 +160,7 @@ def _step_fields(step: Step) -> dict[str, Any]:
         "sampling": _sampling_fields(step.sampling),
         "stop_token_ids": step.stop_token_ids,
         "deadline_unix_ms": step.deadline_unix_ms,
+        "route": step.route,
     }
 
 
@@ -182,7 +183,15 @@ def _read_step(raw: dict[str, Any]) -> Step:
         sampling=sampling,
         stop_token_ids=stop_token_ids,
         deadline_unix_ms=take_int(raw, "deadline_unix_ms", 0),
+        route=_read_route(raw) if "route" in raw else (),
     )
+
+
+def _read_route(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    route = tuple(take_list(raw, "route"))
+    if not all(isinstance(worker_id, str) for worker_id in route):
+        raise DecodeError("step.v1 route must hold texts")
+    return route
 
 
 def _request_fields(request: Request) -> dict[str, Any]:

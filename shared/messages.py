@@ -26,6 +26,9 @@ MAX_SEED = 2**64 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_LIST_LEN = 1 << 20  # token ids or chat messages of one request
 MAX_UNIX_MS = 2**53 - 1
+MAX_ROUTE_LEN = 1024
+# Becomes part of a queue's name, which AMQP limits to 255 bytes.
+WORKER_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{0,128}\Z")
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
 
 
@@ -131,7 +134,8 @@ class Step:
     message carries named tensors so that a hop can carry more than one later. `position` is that of
     the first row. When `sample` is true the last row's logits give the token for position
     `position + T`; the prompt's last chunk and every decode step say so. `max_position` is the last
-    position that a generated token may take. `deadline_unix_ms` 0 means none.
+    position that a generated token may take. `deadline_unix_ms` 0 means none. `route[g]` is the
+    worker that last computed group g of this request, "" or missing if none is known; it is a hint.
     """
 
     request_id: str
@@ -146,6 +150,7 @@ class Step:
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
     deadline_unix_ms: int = 0
+    route: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not REQUEST_ID_PATTERN.match(self.request_id):
@@ -162,6 +167,11 @@ class Step:
             raise DecodeError("step.v1 tensors disagree on the number of positions")
         if self.num_positions == 0:
             raise DecodeError("step.v1 tensors are empty")
+        if len(self.route) > MAX_ROUTE_LEN:
+            raise DecodeError(f"step.v1 route must be at most {MAX_ROUTE_LEN}")
+        for worker_id in self.route:
+            if not WORKER_ID_PATTERN.match(worker_id):
+                raise DecodeError(f"step.v1 route holds no worker id: {worker_id!r:.80}")
 
     @property
     def num_positions(self) -> int:

@@ -17,6 +17,9 @@ REQUESTS_QUEUE = f"cellpipe.{QUEUE_SCHEMA}.requests"
 DEAD_QUEUE = f"cellpipe.{QUEUE_SCHEMA}.dead"
 MAX_QUEUED_REQUESTS = 10_000
 LOAD_AGAIN = "load the model again: cellpipe load MODEL --groups N"
+# How long a step waits for the worker it was meant for before any worker of its group may take it.
+INBOX_TTL_MS = 1_000
+INBOX_EXPIRES_MS = 60_000  # after its worker has gone
 
 # What a worker's process takes beside its shards and KV rows: interpreter, NumPy, clients, buffers.
 # Measured: 75 MB at its peak with 10 layers of SmolLM2-135M.
@@ -33,13 +36,16 @@ class QueueType(StrEnum):
 @dataclass(frozen=True, slots=True)
 class QueueSpec:
     """A durable queue. `max_length` bounds it with reject-publish; `dead_letter_queue` takes what
-    is rejected without requeue."""
+    is rejected without requeue, and what waits undelivered for longer than `message_ttl_ms`. A
+    queue that has had no consumer for `expires_ms` is deleted."""
 
     name: str
     queue_type: QueueType = QueueType.CLASSIC
     max_length: int | None = None
     dead_letter_queue: str | None = None
     delivery_limit: int | None = None
+    message_ttl_ms: int | None = None
+    expires_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,28 @@ def group_shards(layout: Layout, group: int, *, tied: bool) -> tuple[str, ...]:
 def group_queue(model_id: str, layout_id: str, group: int) -> str:
     """Name of the queue that every worker of a layer group shares."""
     return f"cellpipe.{QUEUE_SCHEMA}.{model_id}.{layout_id}.g{group}"
+
+
+def inbox_queue(worker_id: str, group: int) -> str:
+    """Name of the queue of the steps of a layer group that are meant for one worker."""
+    return f"cellpipe.{QUEUE_SCHEMA}.inbox.{worker_id}.g{group}"
+
+
+def is_inbox(queue: str) -> bool:
+    """Whether a queue is meant for one worker."""
+    return queue.startswith(f"cellpipe.{QUEUE_SCHEMA}.inbox.")
+
+
+def inbox_spec(
+    layout: Layout, worker_id: str, group: int, *, ttl_ms: int = INBOX_TTL_MS
+) -> QueueSpec:
+    """A worker's inbox for a group. What it does not take in time, the group's queue gets."""
+    return QueueSpec(
+        inbox_queue(worker_id, group),
+        dead_letter_queue=group_queue(layout.model_id, layout.layout_id, group),
+        message_ttl_ms=ttl_ms,
+        expires_ms=INBOX_EXPIRES_MS,
+    )
 
 
 def control_queues() -> tuple[QueueSpec, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
+from shared.broker.base import Outgoing
 from shared.broker.memory import MemoryBroker, MemoryHub
 from shared.errors import ConfirmTimeout
 
@@ -42,6 +43,14 @@ class Tripwire:
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._inner, name)
         return self._guard(attribute) if name == self._method else attribute
+
+    def arm(self) -> None:
+        """Fire at the next call, whatever was said before."""
+        self._first, self._end = self.num_calls + 1, self.num_calls + 2
+
+    @property
+    def has_fired(self) -> bool:
+        return self.num_calls >= self._first
 
     def _guard(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -105,3 +114,34 @@ class DeafBroker:
 class _NoConfirm:
     def wait(self, timeout_s: float) -> None:
         raise ConfirmTimeout(f"no confirm within {timeout_s:g} s")
+
+
+class LossyBroker:
+    """A broker that confirms the messages numbered in `lost` and then forgets them, as a restart
+    does with transient ones. Counts those that `only_if` picks; keeps all of these in `seen`.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        lost: Container[int] = (),
+        *,
+        only_if: Callable[[Outgoing], bool] = lambda _: True,
+    ) -> None:
+        self.seen: list[Outgoing] = []
+        self._inner = inner
+        self._lost = lost
+        self._only_if = only_if
+
+    def publish(self, messages: Sequence[Outgoing]) -> Any:
+        kept = []
+        for message in messages:
+            if self._only_if(message):
+                self.seen.append(message)
+                if len(self.seen) in self._lost:
+                    continue
+            kept.append(message)
+        return self._inner.publish(kept)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

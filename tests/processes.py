@@ -46,19 +46,28 @@ class ProcessCluster:
         self._log_folder = log_folder
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *args: str) -> subprocess.Popen[bytes]:
-        """Start a command in the background; its output goes to a file of the log folder."""
+    def start(self, *args: str, faults: str = "") -> subprocess.Popen[bytes]:
+        """Start a command in the background; its output goes to a file of the log folder.
+
+        `faults` are what `services/worker/faults.py` reads.
+        """
+        settings = self.settings | ({"CELLPIPE_TEST_FAULTS": faults} if faults else {})
         log = self._log_folder / f"{len(self._processes)}-{args[0]}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*CELLPIPE, *args],
-                env=environment(self.settings),
+                env=environment(settings),
                 cwd=REPO,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
         self._processes.append(process)
         return process
+
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """All that were started."""
+        return list(self._processes)
 
     def run(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         return cellpipe(*args, settings=self.settings, timeout_s=timeout_s)

@@ -6,6 +6,7 @@ only the rig moves. What goes wrong is made by `tests/faults.py`, handed to the 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,16 +15,18 @@ from services.scheduler.limits import SchedulerLimits
 from services.scheduler.records import record_of
 from services.scheduler.scheduler import Scheduler
 from services.worker.limits import WorkerLimits
-from services.worker.worker import Worker
+from services.worker.worker import Membership, Worker
 from shared import codec
 from shared.broker.base import Broker, Outgoing
 from shared.broker.memory import MemoryBroker, MemoryHub
 from shared.messages import Reply, Request, SamplingParams, Step
 from shared.model.layer_group import LayerGroup
+from shared.store.attempts import Attempts
 from shared.store.connection import connect
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
 from shared.store.ledger_types import FinalEvent, LedgerRecord
+from shared.store.presence_types import WorkerInfo, WorkerState
 from shared.text.chat_template import ChatTemplate
 from shared.topology import (
     DEAD_QUEUE,
@@ -33,6 +36,7 @@ from shared.topology import (
     even_layout,
     group_queue,
     group_queues,
+    is_inbox,
 )
 from tests.faults import Crash
 from tests.gguf_files import CHAT_TEMPLATE
@@ -74,7 +78,7 @@ class Rig:
             model.manifest.model_id, model.config.num_hidden_layers, num_groups
         )
         self.clock = FakeClock()
-        self.hub = MemoryHub()
+        self.hub = MemoryHub(self.clock)
         self.stores = connect("memory://")
         self.ledger = Ledger(self.stores.meta)
         self.kv_pages = KvPages.of_layout(
@@ -83,6 +87,10 @@ class Rig:
         self.front = self.new_broker()
         self.front.declare([*control_queues(), *group_queues(self.layout)])
         self.limits = limits
+        self.attempts = Attempts(self.stores.meta)
+        self.peers: dict[str, WorkerInfo] = {}  # what presence would say
+        self._embedded = embedded
+        self._num_workers = 0
         self._shared_pages = None if embedded else self.kv_pages
         self.num_crashes = 0
         self.coverage = [1] * num_groups
@@ -103,9 +111,16 @@ class Rig:
         kv_pages: Any = None,
         limits: WorkerLimits | None = None,
         layer_groups: dict[int, Any] | None = None,
+        faults: Any = None,
+        worker_id: str | None = None,
     ) -> Worker:
         """A worker of `groups`; each of its parts may be replaced by one that fails."""
         broker = broker or self.new_broker()
+        self._num_workers += 1
+        worker_id = worker_id or f"w{self._num_workers}"
+        all_groups = tuple(sorted({*groups, *(layer_groups or {})}))
+        self.peers[worker_id] = WorkerInfo(worker_id, all_groups, WorkerState.SERVING)
+        membership = Membership(worker_id, lambda: list(self.peers.values()), self.attempts)
         worker = Worker(
             layout=self.layout,
             config=self.config,
@@ -114,7 +129,9 @@ class Rig:
             broker=broker,
             ledger=ledger or self.ledger,
             kv_pages=kv_pages or self._shared_pages,
+            membership=None if self._embedded else membership,
             limits=limits or self.limits,
+            faults=faults,
             clock=self.clock,
             sleep=self.clock.sleep,
         )
@@ -147,10 +164,12 @@ class Rig:
             ledger=ledger or self.ledger,
             kv_pages=kv_pages or self._shared_pages,
             coverage=lambda: self.coverage,
+            peers=lambda: list(self.peers.values()),
             draw_seed=draw_seed,
             limits=limits,
             clock=self.clock,
             sleep=self.clock.sleep,
+            rng=random.Random(len(self._actors)),
         )
         self._actors[scheduler] = broker
         return scheduler
@@ -158,6 +177,13 @@ class Rig:
     def kill(self, actor: Worker | Scheduler) -> None:
         """As `kill -9` does: its connection closes, what it had not settled goes back."""
         self._actors.pop(actor).close()
+
+    def freeze(self, worker: Worker) -> tuple[Worker, Broker]:
+        """As SIGSTOP does: it has no turns, but its connection stays."""
+        return worker, self._actors.pop(worker)
+
+    def thaw(self, frozen: tuple[Worker, Broker]) -> None:
+        self._actors[frozen[0]] = frozen[1]
 
     # time
 
@@ -257,7 +283,10 @@ class Rig:
             return len(found.ready) + sum(len(consumer.held) for consumer in found.consumers)
 
     def num_steps(self) -> int:
-        return sum(self.num_messages(self.queue(g)) for g in range(self.layout.num_groups))
+        """In the groups' queues and in the inboxes of workers."""
+        steps = [q for q in list(self.hub.queues) if is_inbox(q)]
+        steps += [self.queue(g) for g in range(self.layout.num_groups)]
+        return sum(self.num_messages(queue) for queue in steps)
 
     def num_ready(self, queue: str) -> int:
         return self.front.depth(queue) or 0

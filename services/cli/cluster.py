@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from types import FrameType
@@ -32,6 +33,10 @@ def worker(
     ] = None,
     memory: Annotated[str, typer.Option(help="Memory of this process in all.")] = "256MiB",
     threads: Annotated[int, typer.Option(help="Threads that compute; 0 is one a core.", min=0)] = 1,
+    hang_limit: Annotated[
+        float,
+        typer.Option(help="Seconds that one batch may compute before the process ends.", min=1),
+    ] = 30.0,
 ) -> None:
     """Serve layer groups of the active layout until SIGTERM or Ctrl-C.
 
@@ -41,6 +46,7 @@ def worker(
     Example: cellpipe worker --group 2 --memory 128MiB
     """
     from services.cli.session import kernel_backend, open_cluster
+    from services.worker.faults import Faults
     from services.worker.service import WorkerOptions, WorkerService
 
     config = load_config()
@@ -48,6 +54,7 @@ def worker(
         model=model,
         groups=tuple(group or ()),
         memory_bytes=parse_size(memory, field="--memory"),
+        hang_limit_s=hang_limit,
     )
     stopping = stop_on_signals()
     with open_cluster(config) as (broker, stores):
@@ -57,22 +64,42 @@ def worker(
             stores=stores,
             backend=kernel_backend(config, threads),
             stopping=stopping,
+            faults=Faults.from_environ(os.environ),
         ).run()
 
 
 @app.command()
-def scheduler(model: ModelOption = "") -> None:
+def scheduler(
+    model: ModelOption = "",
+    kv_budget: Annotated[
+        str,
+        typer.Option(help="KV memory of the requests that run at once; others wait their turn."),
+    ] = "1GiB",
+    max_requests: Annotated[
+        int, typer.Option(help="Requests taken at once, running or waiting.", min=1, max=65_535)
+    ] = 256,
+) -> None:
     """Admit, start and answer requests until SIGTERM or Ctrl-C.
 
-    Example: cellpipe scheduler
+    Drives on what stands still. Several may run; each has a budget of its own, so give each a
+    share of the memory of the KV server.
+
+    Example: cellpipe scheduler --kv-budget 512MiB
     """
     from services.cli.session import open_cluster
+    from services.scheduler.limits import SchedulerLimits
     from services.scheduler.service import SchedulerService
 
     config = load_config()
+    limits = SchedulerLimits(
+        max_in_flight=max_requests,
+        kv_budget_bytes=parse_size(kv_budget, field="--kv-budget"),
+    )
     stopping = stop_on_signals()
     with open_cluster(config) as (broker, stores):
-        SchedulerService(model=model, broker=broker, stores=stores, stopping=stopping).run()
+        SchedulerService(
+            model=model, broker=broker, stores=stores, stopping=stopping, limits=limits
+        ).run()
 
 
 @app.command()

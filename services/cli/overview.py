@@ -164,7 +164,9 @@ def print_overview(overview: Overview) -> None:
         console.print(workers)
     for scheduler in overview.schedulers:
         console.print(
-            f"scheduler {scheduler.scheduler_id}: {scheduler.num_requests} requests in flight"
+            f"scheduler {scheduler.scheduler_id}: {scheduler.num_requests} requests in flight, "
+            f"{scheduler.num_waiting} of them wait for KV memory; "
+            f"{scheduler.num_redrives} lost steps sent again"
         )
     console.print(
         f"requests waiting: {_known(overview.requests_waiting)}, "

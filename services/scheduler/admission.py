@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,22 +67,52 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[]
     )
 
 
-def first_step(plan: Plan, layout: Layout, *, epoch: int) -> Step:
-    """The one message that starts a request: the whole prompt, for group 0."""
+def first_step(
+    plan: Plan,
+    layout: Layout,
+    *,
+    epoch: int,
+    position: int = 0,
+    generated: Sequence[int] = (),
+) -> Step:
+    """The one message that starts or revives a request: its tokens from `position` on, for group 0.
+
+    `generated` are the tokens that are committed; the KV rows before `position` are stored.
+    """
+    token_ids = [*plan.token_ids, *generated][position:]
     return Step(
         request_id=plan.request_id,
         model_id=layout.model_id,
         layout_id=layout.layout_id,
         group=0,
         epoch=epoch,
-        position=0,
+        position=position,
         sample=True,
         max_position=plan.max_position,
-        tensors={"token_ids": np.array(plan.token_ids, dtype=np.int32)},
+        tensors={"token_ids": np.array(token_ids, dtype=np.int32)},
         sampling=plan.sampling,
         stop_token_ids=plan.stop_token_ids,
         deadline_unix_ms=plan.deadline_unix_ms,
     )
+
+
+def kv_bytes(plan: Plan, config: ModelConfig) -> int:
+    """Bytes of KV rows that a request may come to: prompt and answer in all layers.
+
+    The last token of the longest answer is never fed back, so it needs no row.
+    """
+    return plan.max_position * config.num_hidden_layers * config.kv_row_bytes_per_layer
+
+
+def check_kv_bytes(plan: Plan, config: ModelConfig, max_bytes: int | None) -> None:
+    """Raise `RequestError` for a request that could never fit into a budget; None is none."""
+    needed = kv_bytes(plan, config)
+    if max_bytes is not None and needed > max_bytes:
+        raise RequestError(
+            f"the request may need {needed} bytes of KV memory for {plan.max_position} positions, "
+            f"and the scheduler's budget is {max_bytes} bytes",
+            remedy="ask for fewer max_tokens, or raise it: cellpipe scheduler --kv-budget",
+        )
 
 
 def _names_model(asked: str, model_id: str) -> bool:

@@ -7,19 +7,29 @@ from dataclasses import dataclass, field
 from shared import codec
 from shared.broker.base import Delivery
 from shared.messages import Request
+from shared.policy import Running
 
 
 @dataclass(slots=True)
 class Held:
     """Several messages, when a producer sent the request twice: each has its reply and its ack.
 
+    `running` is what is known of it while it runs, None for one that was refused. It waits
+    (`is_waiting`) until `kv_bytes` are free. `is_new` says that no step of it was ever sent, so
+    that its first needs no new epoch. `next_count_s` is when its KV rows may be counted again,
+    `sent_to` the worker that its last re-drive was meant for.
     `returned` holds messages that came again after a lost connection, while their first, stale
     delivery is still among `unanswered`: they are acked, and not answered a second time.
     `refused_since_s` says since when a reply queue is full, `retry_at_s` when to try again.
     """
 
     started_s: float
-    deadline_unix_ms: int
+    running: Running | None = None
+    is_waiting: bool = False
+    is_new: bool = False
+    kv_bytes: int = 0
+    next_count_s: float = 0.0
+    sent_to: str = ""
     unanswered: list[Delivery] = field(default_factory=list)
     returned: list[Delivery] = field(default_factory=list)
     refused_since_s: float | None = None

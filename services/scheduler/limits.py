@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.policy import RedriveLimits
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of one scheduler. `reply_patience_s` is how long a full reply queue is tried."""
+    """`reply_patience_s` is how long a full reply queue is tried.
+
+    `kv_budget_bytes` bounds the KV rows of what runs at once; None leaves that to the store. A
+    scheduler that looked at nothing for `blind_after_s` holds that time against no request.
+    """
 
     max_in_flight: int = 256
+    kv_budget_bytes: int | None = 1 << 30
     poll_s: float = 0.05
     coverage_check_s: float = 1.0
-    uncovered_grace_s: float = 15.0
     confirm_timeout_s: float = 10.0
     reply_retry_s: float = 1.0
     reply_patience_s: float = 60.0
+    sweep_after_s: float = 20.0
+    blind_after_s: float = 1.0
+    max_counts_a_poll: int = 32
+    redrive: RedriveLimits = RedriveLimits()

@@ -1,4 +1,4 @@
-"""Replies, and the queues that requests name for them. Knows no ledger."""
+"""Replies, and the queues that requests name for them."""
 
 from __future__ import annotations
 

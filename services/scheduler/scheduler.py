@@ -1,4 +1,4 @@
-"""Admits requests, starts them, and answers them when they end.
+"""Admits requests, starts them when there is room, and sees that each is answered.
 
 Owns the request messages: each stays unacked until the request's final event is stored and its
 reply is confirmed, so a dead scheduler hands its requests to another by itself. Knows no kernel.
@@ -6,19 +6,25 @@ reply is confirmed, so a dead scheduler hands its requests to another by itself.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import structlog
 
-from services.scheduler.admission import Plan, ServedModel, first_step, plan_request
+from services.scheduler.admission import ServedModel, check_kv_bytes, kv_bytes, plan_request
+from services.scheduler.answers import Answers
+from services.scheduler.coverage import CoverageWatch
 from services.scheduler.held import Held
 from services.scheduler.limits import SchedulerLimits
 from services.scheduler.records import plan_of, record_of, refusal_of
-from services.scheduler.replies import refusal_reply, reply_of, send_reply
+from services.scheduler.redrive import Redriver
+from services.scheduler.replies import refusal_reply, send_reply
+from services.scheduler.waiting_room import KvBudget, WaitingRoom
 from shared import codec
 from shared.backoff import Backoff
-from shared.broker.base import Broker, Delivery, Outgoing
+from shared.broker.base import Broker, Delivery
 from shared.errors import (
     CellpipeError,
     PermanentError,
@@ -26,11 +32,13 @@ from shared.errors import (
     RequestError,
     TransientError,
 )
-from shared.messages import FinishReason, Reply, Request
+from shared.messages import FinishReason, Request
+from shared.policy import Surroundings
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
 from shared.store.ledger_types import LedgerRecord
-from shared.topology import REQUESTS_QUEUE, group_queue
+from shared.store.presence_types import WorkerInfo
+from shared.topology import REQUESTS_QUEUE
 
 log = structlog.get_logger()
 
@@ -38,7 +46,8 @@ log = structlog.get_logger()
 class Scheduler:
     """Serves the requests queue for one model.
 
-    `coverage()` gives the number of live workers of each group. `kv_pages` None is the embedded
+    `coverage()` gives the number of live workers of each group, `peers()` what they tell of
+    themselves. `kv_pages` None is the embedded
     mode, where nothing is left behind in a store.
     """
 
@@ -51,51 +60,83 @@ class Scheduler:
         kv_pages: KvPages | None,
         coverage: Callable[[], Sequence[int]],
         draw_seed: Callable[[], int],
+        peers: Callable[[], Sequence[WorkerInfo]] = tuple,
         limits: SchedulerLimits = SchedulerLimits(),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        rng: random.Random | None = None,
     ) -> None:
         self.num_answered = 0
         self._model = model
         self._broker = broker
         self._ledger = ledger
-        self._kv_pages = kv_pages
-        self._coverage = coverage
         self._draw_seed = draw_seed
         self._limits = limits
         self._clock = clock
         self._sleep = sleep
         self._backoff = Backoff(first_s=0.05, max_s=2.0)
         self._held: dict[str, Held] = {}
+        self._budget = KvBudget(None if kv_pages is None else limits.kv_budget_bytes)
+        self._waiting_room = WaitingRoom(self._budget, self._send_first)
+        self._coverage = CoverageWatch(coverage, every_s=limits.coverage_check_s)
+        self._redriver = Redriver(
+            layout=model.layout,
+            broker=broker,
+            ledger=ledger,
+            kv_pages=kv_pages,
+            peers=peers,
+            limits=limits,
+            rng=rng or random.Random(),
+        )
+        self._answers = Answers(
+            model=model, broker=broker, ledger=ledger, kv_pages=kv_pages, limits=limits
+        )
         self._next_poll_s = 0.0
-        self._next_coverage_s = 0.0
-        self._uncovered_since_s: float | None = None
         broker.consume(REQUESTS_QUEUE, prefetch=limits.max_in_flight)
 
     @property
     def num_in_flight(self) -> int:
+        """Requests that it holds, whether they run or wait for room."""
         return len(self._held)
 
+    @property
+    def num_waiting(self) -> int:
+        return sum(held.is_waiting for held in self._held.values())
+
+    @property
+    def num_redrives(self) -> int:
+        return self._redriver.num_redrives
+
+    @property
+    def reserved_kv_bytes(self) -> int:
+        return self._budget.reserved_bytes
+
     def turn(self, timeout_s: float) -> None:
-        """Admit at most one request, then answer those that have ended.
+        """Admit at most one request, then answer, start and drive on those that need it.
 
         Waits at most `timeout_s`, and no longer than a poll interval while requests run.
         """
         if self._held:
             timeout_s = min(timeout_s, self._limits.poll_s)
         delivery = self._broker.take(timeout_s)
+        failures = []
         try:
             if delivery is not None:
                 self._admit(delivery)
+        except TransientError as error:
+            failures.append(str(error))
+        try:  # a store too full to admit one more must not keep others from their answers
             self._poll()
         except TransientError as error:
-            wait_s = self._backoff.next_s()
-            log.warning("turn_failed", reason=str(error), wait_ms=round(wait_s * 1e3))
-            self._sleep(wait_s)
-            if delivery is not None and not self._holds(delivery):
-                self._broker.reject(delivery, requeue=True)
-        else:
+            failures.append(str(error))
+        if not failures:
             self._backoff.reset()
+            return
+        wait_s = self._backoff.next_s()
+        log.warning("turn_failed", reason=failures[0], wait_ms=round(wait_s * 1e3))
+        self._sleep(wait_s)
+        if delivery is not None and not self._holds(delivery):
+            self._broker.reject(delivery, requeue=True)
 
     # admission
 
@@ -118,8 +159,8 @@ class Scheduler:
             else:
                 self._adopt(record, delivery)
         except PermanentError as error:  # what the store holds of it cannot be read
-            self._bury(request, str(error))
-            self._hold(request.request_id, delivery, request.deadline_unix_ms)
+            self._bury(request.request_id, str(error))
+            self._hold(request.request_id, delivery)
 
     def _refuse_unreadable(self, delivery: Delivery, error: str) -> None:
         request_id = codec.request_id_of(delivery.body, delivery.content_type)
@@ -127,7 +168,8 @@ class Scheduler:
         if request_id:  # whoever waits for its events hears why, unless it is known by a better one
             self._ledger.refuse(self._refusal(request_id, error))
         try:
-            self._send_reply(delivery, refusal_reply(delivery, request_id, error))
+            reply = refusal_reply(delivery, request_id, error)
+            send_reply(self._broker, delivery, reply, timeout_s=self._limits.confirm_timeout_s)
         except PublishRefused as refused:
             log.warning("reply_given_up", queue=delivery.reply_to, reason=str(refused))
         self._broker.reject(delivery, requeue=False)
@@ -135,152 +177,126 @@ class Scheduler:
     def _start(self, request: Request, delivery: Delivery) -> None:
         try:
             plan = plan_request(request, self._model, draw_seed=self._draw_seed)
+            check_kv_bytes(plan, self._model.config, self._budget.max_bytes)
         except RequestError as error:
             self._ledger.refuse(self._refusal(request.request_id, _with_remedy(error)))
             log.warning("request_refused", request_id=request.request_id, reason=str(error))
-            self._hold(request.request_id, delivery, request.deadline_unix_ms)
+            self._hold(request.request_id, delivery)
             return
         record = record_of(plan, self._model.layout, created_unix_ms=_unix_ms())
         if not self._ledger.admit(record):
             # Another scheduler has a copy of the request and was faster; its seed counts.
             self._adopt(self._ledger.get(plan.request_id) or record, delivery)
             return
-        self._publish_start(plan)
-        self._hold(plan.request_id, delivery, plan.deadline_unix_ms)
-        log.info("request_started", request_id=plan.request_id, prompt_tokens=len(plan.token_ids))
+        held = self._hold(plan.request_id, delivery, record, is_new=True)
+        held.is_waiting = True
+        log.info("request_admitted", request_id=plan.request_id, prompt_tokens=len(plan.token_ids))
+        self._waiting_room.let_in(self._held)
 
     def _adopt(self, record: LedgerRecord, delivery: Delivery) -> None:
-        """Take over a request that another scheduler has admitted."""
+        """Take over a request that another scheduler has admitted.
+
+        One that shows no sign of life may never have been started: it is started anew. Whatever
+        else was lost of it will be driven again. One of another model ends: its token ids mean
+        something else here.
+        """
         model_id = self._model.layout.model_id
         if record.finish_reason is None and record.model_id != model_id:
-            # Its token ids mean something else here.
             error = f"model {record.model_id} is not served any more; {model_id} is"
             self._ledger.finish(record.request_id, FinishReason.ERROR, error)
-        elif record.finish_reason is None and record.num_generated == 0:
-            # Its start may never have been published. A second start is harmless: the first
-            # commit of a position wins.
-            self._publish_start(plan_of(record))
-        self._hold(record.request_id, delivery, record.deadline_unix_ms)
+            record = replace(record, finish_reason=FinishReason.ERROR, error=error)
+        held = self._hold(record.request_id, delivery, record)
+        if held.running is not None and not held.running.has_moved:
+            held.is_waiting = True
+        elif held.running is not None:
+            self._budget.reserve(record.request_id, held.kv_bytes)
         log.info("request_adopted", request_id=record.request_id, generated=record.num_generated)
+        self._waiting_room.let_in(self._held)
 
-    def _publish_start(self, plan: Plan) -> None:
-        layout = self._model.layout
-        queue = group_queue(layout.model_id, layout.layout_id, 0)
-        body = codec.encode(first_step(plan, layout, epoch=0))
-        self._broker.publish([Outgoing(queue, body)]).wait(self._limits.confirm_timeout_s)
-
-    def _hold(self, request_id: str, delivery: Delivery, deadline_unix_ms: int) -> None:
-        held = self._held[request_id] = Held(self._clock(), deadline_unix_ms)
+    def _hold(
+        self,
+        request_id: str,
+        delivery: Delivery,
+        record: LedgerRecord | None = None,
+        *,
+        is_new: bool = False,
+    ) -> Held:
+        held = Held(self._clock(), is_new=is_new)
+        if record is not None and record.finish_reason is None:
+            held.running = self._redriver.watch(record, is_new=is_new, now_s=held.started_s)
+            held.kv_bytes = kv_bytes(plan_of(record), self._model.config)
+            self._waiting_room.enter(request_id)
+        self._held[request_id] = held
         held.add(delivery)
+        return held
+
+    def _send_first(self, request_id: str, held: Held) -> None:
+        try:
+            self._redriver.start(request_id, held, now_s=self._clock())
+        except PermanentError as error:
+            self._bury(request_id, str(error))
 
     def _holds(self, delivery: Delivery) -> bool:
         return any(delivery in held.deliveries for held in self._held.values())
 
-    # the end of requests
+    # the life and end of requests
 
     def _poll(self) -> None:
         now_s = self._clock()
-        if not self._held or now_s < self._next_poll_s:
+        if now_s < self._next_poll_s:
             return
         self._next_poll_s = now_s + self._limits.poll_s
-        self._end_overdue()
-        self._end_uncovered(now_s)
+        self._answers.sweep(now_s=now_s)
+        if not self._held:
+            return
+        self._coverage.look(now_s)
         states = self._ledger.states(list(self._held))
         for request_id, held in list(self._held.items()):
             state = states.get(request_id)
             if state is None:
-                self._bury(held.request(), "the store has lost the record of this request")
-            elif state.finish_reason is not None and held.retry_at_s <= now_s:
-                try:
+                self._bury(request_id, "the store has lost the record of this request")
+            elif state.finish_reason is not None:
+                held.running = None
+                if held.retry_at_s <= now_s:
                     self._answer(request_id, held, now_s)
-                except PermanentError as error:  # what the store holds of it cannot be read
-                    self._bury(held.request(), str(error))
+        damaged = self._redriver.look(self._held, states, self._surroundings(now_s))
+        for request_id, reason in damaged.items():
+            self._bury(request_id, reason)
+        self._waiting_room.let_in(self._held)
 
-    def _bury(self, request: Request, reason: str) -> None:
+    def _surroundings(self, now_s: float) -> Surroundings:
+        return Surroundings(
+            now_s=now_s,
+            now_unix_ms=_unix_ms(),
+            num_groups=self._model.layout.num_groups,
+            uncovered_group=self._coverage.uncovered_group,
+            uncovered_since_s=self._coverage.uncovered_since_s,
+        )
+
+    def _answer(self, request_id: str, held: Held, now_s: float) -> None:
+        try:
+            is_done = self._answers.answer(request_id, held, now_s=now_s)
+        except PermanentError as error:  # what the store holds of it cannot be read
+            self._bury(request_id, str(error))
+            return
+        if is_done:
+            del self._held[request_id]
+            self._budget.release(request_id)
+            self.num_answered += 1
+
+    def _bury(self, request_id: str, reason: str) -> None:
         """End a request whose record the store has lost or garbled; the next poll answers it.
 
         Its message would start it again, but not from where its readers are.
         """
         error = f"{reason}; send it again under a new id"
-        self._ledger.bury(self._refusal(request.request_id, error))
-        if self._kv_pages is not None:
-            num_positions = self._model.config.max_position_embeddings
-            self._kv_pages.delete(request.request_id, self._model.layout.num_groups, num_positions)
-        log.error("request_buried", request_id=request.request_id, reason=reason)
-
-    def _end_overdue(self) -> None:
-        now_unix_ms = _unix_ms()
-        for request_id, held in self._held.items():
-            if 0 < held.deadline_unix_ms <= now_unix_ms:
-                self._ledger.finish(
-                    request_id, FinishReason.ERROR, "the request's deadline has passed"
-                )
-
-    def _end_uncovered(self, now_s: float) -> None:
-        """End what runs when a layer group has had no live worker for too long."""
-        if now_s < self._next_coverage_s:
-            return
-        self._next_coverage_s = now_s + self._limits.coverage_check_s
-        coverage = self._coverage()
-        missing = [group for group, num_workers in enumerate(coverage) if num_workers == 0]
-        if not missing:
-            self._uncovered_since_s = None
-            return
-        if self._uncovered_since_s is None:
-            self._uncovered_since_s = now_s
-        reason = (
-            f"layer group {missing[0]} of {len(coverage)} has no live worker; "
-            f"start one: cellpipe worker --group {missing[0]}"
-        )
-        for request_id, held in self._held.items():
-            since_s = max(self._uncovered_since_s, held.started_s)
-            if now_s - since_s >= self._limits.uncovered_grace_s:
-                self._ledger.finish(request_id, FinishReason.ERROR, reason)
-
-    def _answer(self, request_id: str, held: Held, now_s: float) -> None:
-        """Reply to every message of an ended request and ack it, unless its reply queue is full."""
-        record = self._ledger.get(request_id)
-        if record is None:
-            return  # lost just now: the next poll sees it
-        if self._kv_pages is not None:
-            num_positions = record.num_prompt_tokens + record.num_generated
-            self._kv_pages.delete(request_id, self._model.layout.num_groups, num_positions)
-        reply = reply_of(record, self._ledger.tokens(request_id), self._model.tokenizer)
-        for delivery in list(held.unanswered):
-            try:
-                self._send_reply(delivery, reply)
-            except PublishRefused as refused:
-                if held.refused_since_s is None:
-                    held.refused_since_s = now_s
-                if now_s - held.refused_since_s < self._limits.reply_patience_s:
-                    continue
-                # Its reader is gone or stuck; the answer stays in the event stream.
-                log.warning("reply_given_up", queue=delivery.reply_to, reason=str(refused))
-            self._broker.ack(delivery)  # the final event is stored and the reply confirmed
-            held.unanswered.remove(delivery)
-        if held.unanswered:
-            held.retry_at_s = now_s + self._limits.reply_retry_s
-            return
-        for delivery in held.returned:
-            self._broker.ack(delivery)
-        del self._held[request_id]
-        self.num_answered += 1
-        log.info(
-            "request_done",
-            request_id=request_id,
-            finish_reason=reply.finish_reason,
-            prompt_tokens=reply.num_prompt_tokens,
-            tokens=len(reply.token_ids),
-            duration_ms=round((self._clock() - held.started_s) * 1e3),
-            error=reply.error,
-        )
+        self._ledger.bury(self._refusal(request_id, error))
+        self._answers.delete_rows(request_id, self._model.config.max_position_embeddings)
+        log.error("request_buried", request_id=request_id, reason=reason)
 
     def _refusal(self, request_id: str, error: str) -> LedgerRecord:
         layout = self._model.layout
         return refusal_of(request_id, layout, error, created_unix_ms=_unix_ms())
-
-    def _send_reply(self, delivery: Delivery, reply: Reply) -> None:
-        send_reply(self._broker, delivery, reply, timeout_s=self._limits.confirm_timeout_s)
 
 
 def _with_remedy(error: CellpipeError) -> str:

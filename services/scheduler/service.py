@@ -84,6 +84,7 @@ class SchedulerService:
                 self._stores.kv, layout, self._served.config.kv_row_bytes_per_layer
             ),
             coverage=lambda: self._presence.coverage(layout),
+            peers=lambda: self._presence.workers(layout),
             draw_seed=lambda: secrets.randbits(63),
             limits=self._limits,
         )
@@ -106,6 +107,9 @@ class SchedulerService:
             pid=os.getpid(),
             rss_bytes=rss_bytes(),
             num_requests=scheduler.num_in_flight,
+            num_waiting=scheduler.num_waiting,
+            reserved_kv_bytes=scheduler.reserved_kv_bytes,
+            num_redrives=scheduler.num_redrives,
             started_unix_ms=self._started_unix_ms,
         )
         try:

@@ -18,7 +18,8 @@ class Pending:
     """A delivery that waits for its turn. `done` rows of it are computed and passed on.
 
     While its KV rows are missing it is parked: `retry_at_s` (monotonic) says when to look again,
-    `parked_since_s` since when it waits.
+    `parked_since_s` since when it waits. A suspect is computed alone: it may have killed the worker
+    that had it before. `is_marked` says that the store knows of the attempt.
     """
 
     delivery: Delivery
@@ -26,6 +27,8 @@ class Pending:
     done: int = 0
     parked_since_s: float | None = None
     retry_at_s: float = 0.0
+    is_suspect: bool = False
+    is_marked: bool = False
 
     @property
     def remaining(self) -> int:
@@ -73,8 +76,12 @@ def plan_batch(
     max_rows: int,
     max_sequences: int,
     group_order: Sequence[int] = (),
+    suspects_first: bool = True,
 ) -> list[Slice]:
     """Choose the slices of the next turn: one group, one slice a request, at most `max_rows` rows.
+
+    A suspect has a turn to itself. A caller who turns `suspects_first` round after each turn lets
+    neither them nor the others starve.
 
     The group is the first of `group_order` that has work, else that of the oldest item. A caller
     who orders groups by their last turn lets none starve, however long a prompt in another is.
@@ -85,6 +92,11 @@ def plan_batch(
     with_work = {item.step.group for item in ready}
     group = next((g for g in group_order if g in with_work), ready[0].step.group)
     candidates = [item for item in _first_of_each_request(ready) if item.step.group == group]
+    suspects = [item for item in candidates if item.is_suspect]
+    if suspects and (suspects_first or len(suspects) == len(candidates)):
+        candidates = suspects[:1]
+    elif suspects:
+        candidates = [item for item in candidates if not item.is_suspect]
     # sorted is stable: arrival order holds within decode steps and within prefill.
     candidates.sort(key=lambda item: item.step.num_positions > 1)
     slices: list[Slice] = []

@@ -9,8 +9,10 @@ import structlog
 from services.worker.batch import Pending
 from shared import codec
 from shared.broker.base import Broker, Delivery
-from shared.errors import PermanentError
+from shared.dead_letters import DeadLetter
+from shared.errors import PermanentError, TransientError
 from shared.messages import Step
+from shared.topology import group_queue, is_inbox
 
 log = structlog.get_logger()
 
@@ -20,7 +22,8 @@ class Inbox:
 
     `problem` says why a step cannot be computed here ("" if it can): such a step, like a frame
     that is no step at all, is dead-lettered at the door. `is_repeat` says whether this process
-    saw the broker confirm the step's output: then it is acked at the door.
+    saw the broker confirm the step's output: then it is acked at the door. `is_redriven` says
+    whether it is the first of an epoch that is not the first one: what came before may have died.
     """
 
     def __init__(
@@ -29,12 +32,18 @@ class Inbox:
         *,
         problem: Callable[[Step], str],
         is_repeat: Callable[[Step], bool],
+        is_redriven: Callable[[Step], bool],
         max_pending: int,
+        worker_id: str = "",
+        confirm_timeout_s: float = 10.0,
     ) -> None:
         self._broker = broker
         self._problem = problem
         self._is_repeat = is_repeat
+        self._is_redriven = is_redriven
         self._max_pending = max_pending
+        self._worker_id = worker_id
+        self._confirm_timeout_s = confirm_timeout_s
         self._items: list[Pending] = []
 
     def __iter__(self) -> Iterator[Pending]:
@@ -64,15 +73,29 @@ class Inbox:
         if self._remove(item):
             self._broker.ack(item.delivery)
 
-    def dead_letter(self, item: Pending) -> None:
+    def dead_letter(
+        self, item: Pending, reason: str, *, num_attempts: int = 1, workers: tuple[str, ...] = ()
+    ) -> None:
         """Settle as poison, unless it is settled already."""
         if self._remove(item):
-            self._broker.reject(item.delivery, requeue=False)
+            step = item.step
+            letter = DeadLetter(
+                reason=reason,
+                queue=group_queue(step.model_id, step.layout_id, step.group),
+                request_id=step.request_id,
+                group=step.group,
+                attempts=num_attempts,
+                workers=(*workers, self._worker_id) if self._worker_id else workers,
+            )
+            self._bury(item.delivery, letter)
 
     def hand_back(self, item: Pending) -> None:
-        """Give it back to its queue, unless it is settled already."""
+        """Give it back to its group, unless it is settled already.
+
+        What came to this worker's own inbox moves to the group's queue: nobody else takes it here.
+        """
         if self._remove(item):
-            self._broker.reject(item.delivery, requeue=True)
+            self._broker.reject(item.delivery, requeue=not is_inbox(item.delivery.queue))
 
     def _remove(self, item: Pending) -> bool:
         if item not in self._items:
@@ -93,8 +116,21 @@ class Inbox:
         elif self._is_repeat(step):
             self._broker.ack(delivery)
         else:
-            self._items.append(Pending(delivery, step))
+            came_before = delivery.redelivered or bool(delivery.handed_over_from)
+            is_suspect = came_before or self._is_redriven(step)
+            self._items.append(Pending(delivery, step, is_suspect=is_suspect))
 
     def _refuse(self, delivery: Delivery, reason: str) -> None:
         log.warning("step_refused", queue=delivery.queue, reason=reason, bytes=len(delivery.body))
-        self._broker.reject(delivery, requeue=False)
+        workers = (self._worker_id,) if self._worker_id else ()
+        self._bury(delivery, DeadLetter(reason, queue=delivery.queue, workers=workers))
+
+    def _bury(self, delivery: Delivery, letter: DeadLetter) -> None:
+        """Keep a message for inspection, with its history."""
+        try:
+            self._broker.publish([letter.message(delivery)]).wait(self._confirm_timeout_s)
+        except TransientError as error:
+            log.warning("burial_failed", queue=delivery.queue, reason=str(error))
+            self._broker.reject(delivery, requeue=False)  # then the broker moves it, bare
+        else:
+            self._broker.ack(delivery)

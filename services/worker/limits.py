@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.topology import INBOX_TTL_MS
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Rows are token positions. `park_…` is for steps that came before their predecessor."""
+    """Rows are token positions. `park_…` is for steps that came before their predecessor.
+
+    A step whose computation ended its process `max_attempts` times is buried. `inbox_ttl_ms` is how
+    long a step waits for the worker it is meant for; a layout's workers must agree on it.
+    """
 
     max_batch_rows: int = 128
     max_batch_sequences: int = 64
@@ -16,3 +22,5 @@ class WorkerLimits:
     confirm_timeout_s: float = 10.0
     park_retry_s: float = 0.005
     park_limit_s: float = 5.0
+    max_attempts: int = 3
+    inbox_ttl_ms: int = INBOX_TTL_MS

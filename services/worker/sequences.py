@@ -33,6 +33,8 @@ class SequenceState:
     epoch: int = 0
     forwarded: int = 0
     last_used_s: float = 0.0
+    next_worker: str = ""  # who computes the next group of this request, chosen in next_epoch
+    next_epoch: int = 0
 
     def is_repeat(self, *, epoch: int, end_position: int) -> bool:
         return epoch == self.epoch and end_position <= self.forwarded
@@ -98,6 +100,10 @@ class SequencePool:
         for group in groups:
             self._states.pop((group, request_id), None)
 
+    def drop_group(self, group: int) -> None:
+        for key in [key for key in self._states if key[0] == group]:
+            del self._states[key]
+
     def trim(self, *, now_s: float) -> None:
         """Evict idle states, then the least recently used ones until the budget holds."""
         embedded = self._kv_pages is None
@@ -110,6 +116,10 @@ class SequencePool:
                 break
             total -= state.cache.nbytes
             del self._states[key]
+
+    def num_active(self, *, since_s: float) -> int:
+        """How many requests had a turn since then."""
+        return sum(state.last_used_s >= since_s for state in self._states.values())
 
     @property
     def num_bytes(self) -> int:

@@ -1,11 +1,14 @@
-"""Runs a worker as a process: claims groups, loads shards, heartbeats, leaves clean.
+"""Runs a worker as a process: loads shards, heartbeats, takes breaks, leaves clean.
 
-Knows what a process is (pid, memory, signals); the turn itself is `worker.py`.
+Knows what a process is (pid, memory, signals); the turn itself is `worker.py`, which groups it
+holds `placement.py`.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import secrets
 import socket
 import threading
@@ -17,15 +20,19 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from services.worker.faults import Faults
 from services.worker.limits import WorkerLimits
-from services.worker.worker import Worker
+from services.worker.placement import Placement
+from services.worker.watchdog import Watchdog
+from services.worker.worker import Membership, Worker
 from shared.broker.base import Broker
-from shared.errors import CellpipeError, ConfigError, StoreUnavailable
+from shared.errors import ConfigError, StoreUnavailable
 from shared.kernel.weights import KernelBackend
 from shared.manifest import Manifest, ShardKind
 from shared.model.config import ModelConfig
 from shared.model.layer_group import LayerGroup
 from shared.process import peak_rss_bytes, rss_bytes
+from shared.store.attempts import Attempts
 from shared.store.connection import Stores
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
@@ -47,8 +54,8 @@ log = structlog.get_logger()
 HEARTBEAT_S = 1.0
 PRESENCE_TTL_MS = 5_000
 IDLE_TURN_S = 0.25
-# Longer than workers that start together take to claim, so that one does not take all groups.
-ADOPT_AFTER_S = 3.0
+# After others were told of a drain, until they have read it: what they send meanwhile is taken.
+DRAIN_NOTICE_S = 1.5
 MIN_KV_CACHE_BYTES = 4 << 20
 
 
@@ -63,6 +70,9 @@ class WorkerOptions:
     groups: tuple[int, ...] = ()
     memory_bytes: int = 256 << 20
     limits: WorkerLimits = WorkerLimits()
+    presence_ttl_ms: int = PRESENCE_TTL_MS
+    hang_limit_s: float = 30.0
+    grace_s: float = 3.0  # for what was received when it is told to leave
 
 
 class WorkerService:
@@ -80,9 +90,10 @@ class WorkerService:
         stores: Stores,
         backend: KernelBackend,
         stopping: threading.Event,
+        faults: Faults | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self.worker_id = new_worker_id()
         self._options = options
         self._weight_budget_bytes = options.memory_bytes - WORKER_BASE_BYTES
         if self._weight_budget_bytes <= 0:
@@ -93,9 +104,10 @@ class WorkerService:
         self._broker = broker
         self._backend = backend
         self._stopping = stopping
+        self._faults = faults
         self._clock = clock
         self._shards = ShardStore(stores.weights)
-        self._presence = Presence(stores.meta, ttl_ms=PRESENCE_TTL_MS)
+        self._presence = Presence(stores.meta, ttl_ms=options.presence_ttl_ms)
         self._layout: Layout = self._shards.active_layout(options.model)
         self._manifest: Manifest = self._shards.get_manifest(self._layout.model_id).checked()
         check_layout(self._layout, self._manifest)
@@ -105,20 +117,31 @@ class WorkerService:
             for group in range(self._layout.num_groups)
         ]
         self._ledger = Ledger(stores.meta)
+        self._attempts = Attempts(stores.meta)
         self._kv_pages = KvPages.of_layout(
             stores.kv, self._layout, self._config.kv_row_bytes_per_layer
         )
         self._started_unix_ms = time.time_ns() // 1_000_000
         self._next_heartbeat_s = 0.0
         self._state = WorkerState.LOADING
+        self._reason = ""
+        self._resume_at_s = 0.0
         self._worker: Worker | None = None
         self._shared_shards: dict[str, npt.NDArray[np.uint8]] = {}
-        self._uncovered_since_s: dict[int, float] = {}
+        self._watchdog = Watchdog(options.hang_limit_s)
+        self._placement = Placement(
+            self._presence,
+            self._layout,
+            self._group_bytes,
+            claimant=self._claimant,
+            load=self._load,
+        )
 
     def run(self) -> None:
         """Claim, load, serve until `stopping` is set, then leave clean."""
         self._broker.declare([*control_queues(), *group_queues(self._layout)])
-        groups = self._claim(self._options.groups)
+        groups = self._placement.claim(self._options.groups)
+        self._watchdog.start()
         try:
             worker = self._worker = Worker(
                 layout=self._layout,
@@ -127,7 +150,12 @@ class WorkerService:
                 broker=self._broker,
                 ledger=self._ledger,
                 kv_pages=self._kv_pages,
+                membership=Membership(
+                    self.worker_id, lambda: self._presence.workers(self._layout), self._attempts
+                ),
                 limits=self._limits_beside(groups),
+                faults=self._faults,
+                watchdog=self._watchdog,
             )
             self._state = WorkerState.SERVING
             log.info(
@@ -137,12 +165,45 @@ class WorkerService:
                 shard_bytes=self._shard_bytes(),
                 rss_bytes=rss_bytes(),
             )
-            while not self._stopping.is_set():
-                worker.turn(IDLE_TURN_S)
-                self._heartbeat_when_due(worker)
-            worker.hand_back_all()
+            self._serve(worker)
+            self._drain(worker)
         finally:
             self._leave()
+
+    def _serve(self, worker: Worker) -> None:
+        """Until the process is told to stop, or the worker to drain."""
+        leave_at_s = math.inf
+        while not self._stopping.is_set() and self._clock() < leave_at_s:
+            worker.turn(IDLE_TURN_S)
+            if worker.quarantine.is_due:
+                self._take_break(worker)
+            if self._heartbeat_when_due(worker) and leave_at_s == math.inf:
+                leave_at_s = self._clock() + DRAIN_NOTICE_S
+
+    def _drain(self, worker: Worker) -> None:
+        """Work off what was received, within the grace, and give back the rest."""
+        self._state = WorkerState.DRAINING
+        self._heartbeat_quietly()
+        worker.stop_consuming()
+        give_up_at_s = self._clock() + self._options.grace_s
+        while worker.num_pending and self._clock() < give_up_at_s:
+            worker.turn(IDLE_TURN_S)
+            self._heartbeat_when_due(worker)
+        worker.hand_back_all()
+
+    def _take_break(self, worker: Worker) -> None:
+        break_s = worker.quarantine.begin()
+        worker.hand_back_all()
+        self._state = WorkerState.QUARANTINED
+        self._reason = "it could not compute steps of several requests in a row"
+        self._resume_at_s = self._clock() + break_s
+        log.error("worker_quarantined", worker_id=self.worker_id, break_s=break_s)
+        self._heartbeat_quietly()
+
+    def _end_break_when_due(self, worker: Worker, now_s: float) -> None:
+        if self._state is WorkerState.QUARANTINED and now_s >= self._resume_at_s:
+            self._state, self._reason = WorkerState.SERVING, ""
+            worker.resume()
 
     def _load(self, group: int) -> LayerGroup:
         started_s = self._clock()
@@ -176,43 +237,36 @@ class WorkerService:
         )
         return layer_group
 
-    def _heartbeat_when_due(self, worker: Worker) -> None:
-        """Refresh presence from the compute loop itself: it proves progress, not just life."""
+    def _heartbeat_when_due(self, worker: Worker) -> bool:
+        """Refresh presence from the compute loop itself: it proves progress, not just life.
+
+        Returns whether somebody asked the worker to drain.
+        """
         now_s = self._clock()
         if now_s < self._next_heartbeat_s:
-            return
+            return False
         self._next_heartbeat_s = now_s + HEARTBEAT_S
+        self._end_break_when_due(worker, now_s)
         try:
             if not self._heartbeat():
                 log.warning("presence_expired", worker_id=self.worker_id)
-                self._claim(worker.groups)
-            if not self._options.groups:
-                self._adopt(worker, now_s)
+                self._placement.claim(worker.groups)
+            if self._presence.is_drain_requested(self.worker_id, self._layout):
+                if self._state is not WorkerState.DRAINING:
+                    self._state, self._reason = WorkerState.DRAINING, "it was asked to"
+                    self._heartbeat()
+                return True
+            if not self._options.groups and self._state is WorkerState.SERVING:
+                self._placement.balance(worker, now_s)
         except StoreUnavailable as error:
             log.warning("heartbeat_failed", reason=str(error))
+        return False
 
-    def _claim(self, wanted: Sequence[int]) -> tuple[int, ...]:
-        return self._presence.claim(self._layout, self._claimant(), self._group_bytes, wanted)
-
-    def _adopt(self, worker: Worker, now_s: float) -> None:
-        """Take groups that no live worker has covered for a while, as far as memory allows."""
-        coverage = self._presence.coverage(self._layout)
-        self._uncovered_since_s = {
-            group: self._uncovered_since_s.get(group, now_s)
-            for group, num_workers in enumerate(coverage)
-            if num_workers == 0
-        }
-        if not any(now_s - s >= ADOPT_AFTER_S for s in self._uncovered_since_s.values()):
-            return
-        held = self._presence.adopt_uncovered(self._layout, self._claimant(), self._group_bytes)
-        for group in held:
-            if group in worker.groups:
-                continue
-            try:
-                worker.serve_group(group, self._load(group))
-            except CellpipeError as error:
-                log.error("group_not_loaded", group=group, reason=str(error))
-                raise
+    def _heartbeat_quietly(self) -> None:
+        try:
+            self._heartbeat()
+        except StoreUnavailable as error:
+            log.warning("heartbeat_failed", reason=str(error))
 
     def _heartbeat(self) -> bool:
         return self._presence.heartbeat(self._layout, self._info())
@@ -250,6 +304,11 @@ class WorkerService:
             num_steps=self._num_steps(),
             last_step_unix_ms=worker.last_step_unix_ms if worker else 0,
             started_unix_ms=self._started_unix_ms,
+            num_pending=worker.num_pending if worker else 0,
+            num_active=worker.num_active() if worker else 0,
+            num_failures=worker.quarantine.num_failures if worker else 0,
+            turn_us=round(worker.turn_s * 1e6) if worker else 0,
+            reason=self._reason,
         )
 
     def _num_steps(self) -> int:
@@ -265,3 +324,9 @@ class WorkerService:
             for name in group_shards(self._layout, group, tied=self._config.tie_word_embeddings)
         }
         return sum(self._manifest.shard(name).num_bytes for name in names)
+
+
+def new_worker_id() -> str:
+    """A name that no other process has had: it is part of queue names and of routes."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
+    return f"{host}-{os.getpid()}-{secrets.token_hex(2)}"

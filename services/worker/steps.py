@@ -8,8 +8,20 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.batch import Slice
+from services.worker.router import with_worker
 from services.worker.verdict import HIDDEN, TOKEN_IDS
 from shared.messages import Step
+
+
+def routed(step: Step, *, worker_id: str, group: int, next_worker: str) -> Step:
+    """The step, with the worker that computed `group` and the one that is to take it on its route.
+
+    Without a worker id, in the embedded mode, there are no routes.
+    """
+    if not worker_id:
+        return step
+    route = with_worker(with_worker(step.route, group, worker_id), step.group, next_worker)
+    return replace(step, route=route)
 
 
 def next_group_step(piece: Slice, hidden: npt.NDArray[np.float32]) -> Step:

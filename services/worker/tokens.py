@@ -18,7 +18,7 @@ from shared.messages import Step
 from shared.model.layer_group import LayerGroup
 from shared.model.sampling import sample
 from shared.store.ledger import Ledger
-from shared.store.ledger_types import AlreadyCommitted, Committed, Gap
+from shared.store.ledger_types import AlreadyCommitted, Committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class OutOfOrder:
-    """The token's predecessor is not on record, so neither may this one be."""
+    """The tokens before this one were lost, so neither may this one be."""
 
     reason: str
 
@@ -83,9 +83,9 @@ def _commit(step: Step, logits: npt.NDArray[np.float32], ledger: Ledger) -> Outc
         case AlreadyCommitted(token_id=winner, finish=won):
             # The commit happened, the publish perhaps not: send the same output again.
             token_id, reason = winner, won
-        case Gap(committed_position=committed):
-            return OutOfOrder(f"token {position} came, but the last on record is {committed}")
         case _:
+            # Of a request that ended or moved on, or one whose store lost its last second: from
+            # what is left the scheduler drives it on.
             return Ended()
     if reason is not None:
         return Ended()

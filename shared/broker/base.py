@@ -4,10 +4,11 @@ The promises, held by one contract suite for every variant:
 
 1. `publish` returns a `Confirm`; when `wait` returns, the broker has the message. A message whose
    queue does not exist raises `Unroutable`, a full queue `PublishRefused`, and silence
-   `ConfirmTimeout`.
+   `ConfirmTimeout`. A message that names a queue `instead` is sent there when the first is missing.
 2. A delivery stays unsettled until it is acked or rejected. If its consumer goes away, it is
    delivered again, with `redelivered` true. `reject(requeue=False)` moves it to the queue's
-   dead-letter queue.
+   dead-letter queue, and so does waiting for longer than the queue's `message_ttl_ms`; whoever
+   takes it there sees in `handed_over_from` where it was first.
 3. A settled delivery is never settled twice, and a delivery of a lost connection is dropped
    silently by `ack` and `reject`: the broker redelivers it anyway.
 4. `take` hands out deliveries of all consumed queues in order of arrival; no more than `prefetch`
@@ -26,10 +27,16 @@ from shared.topology import QueueSpec
 
 MAX_BODY_BYTES = 8 << 20
 
+Headers = tuple[tuple[str, str], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to publish to one queue. `persistent` survives a broker restart."""
+    """A message to publish to one queue. `persistent` survives a broker restart.
+
+    `instead` is the queue for it should `queue` not exist; "" is none. `headers` travel beside the
+    body, and stay with it whatever queue it moves to.
+    """
 
     queue: str
     body: bytes
@@ -37,11 +44,17 @@ class Outgoing:
     content_type: str = "application/msgpack"
     correlation_id: str = ""
     reply_to: str = ""
+    headers: Headers = ()
+    instead: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A message as it was delivered. `tag` is for the broker that delivered it alone."""
+    """A message as it was delivered. `tag` is for the broker that delivered it alone.
+
+    `handed_over_from` is the queue it was first published to, if its time limit or a reject moved
+    it here, else "": `redelivered` then tells only what happened here.
+    """
 
     queue: str
     body: bytes
@@ -50,6 +63,8 @@ class Delivery:
     correlation_id: str
     reply_to: str
     tag: Any = field(repr=False)
+    headers: Headers = ()
+    handed_over_from: str = ""
 
 
 def refuse_oversized(messages: Sequence[Outgoing]) -> None:

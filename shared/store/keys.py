@@ -30,6 +30,16 @@ def kv_page(request_id: str, layout_id: str, group: int, page: int) -> str:
     return f"{PREFIX}{{{request_id}}}:kv:{layout_id}:{group}:{page}"
 
 
+def attempts(request_id: str, layout_id: str, group: int, position: int) -> str:
+    """Hash: worker id -> when it began to compute a step that was delivered before."""
+    return f"{PREFIX}{{{request_id}}}:attempts:{layout_id}:{group}:{position}"
+
+
+def draining(model_id: str, layout_id: str, worker_id: str) -> str:
+    """String with a time to live: the worker is asked to drain."""
+    return f"{PREFIX}{{{model_id}/{layout_id}}}:drain:{worker_id}"
+
+
 def manifest(model_id: str) -> str:
     """String: the manifest as JSON."""
     return f"{PREFIX}model:{model_id}:manifest"
@@ -63,3 +73,14 @@ def worker(model_id: str, layout_id: str, worker_id: str) -> str:
 def scheduler(scheduler_id: str) -> str:
     """String with a time to live: a scheduler's presence as JSON."""
     return f"{PREFIX}{{schedulers}}:scheduler:{scheduler_id}"
+
+
+def request_id_of(key: str) -> str:
+    """The id of the request that a key belongs to; "" when it belongs to none."""
+    tag, closed, _ = key.removeprefix(f"{PREFIX}{{").partition("}")
+    return tag if closed and key.startswith(f"{PREFIX}{{") and "/" not in tag else ""
+
+
+def is_kv_page(key: str) -> bool:
+    """Whether a key of a request is one of its KV pages."""
+    return "}:kv:" in key

@@ -61,6 +61,31 @@ class Presence:
         """
         return self._run_claim("adopt", layout, info, group_bytes, ())
 
+    def move(self, layout: Layout, info: WorkerInfo, group_bytes: Sequence[int]) -> tuple[int, ...]:
+        """Let a worker all of whose groups others cover too take one that nobody covers, instead.
+
+        Returns the groups it holds then; () when its presence has expired.
+        """
+        return self._run_claim("move", layout, info, group_bytes, ())
+
+    def give_back(
+        self, layout: Layout, info: WorkerInfo, group_bytes: Sequence[int], groups: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Take those of `groups` from a worker that others cover too; it keeps one of all it has.
+
+        Returns the groups it holds then; () when its presence has expired.
+        """
+        return self._run_claim("yield", layout, info, group_bytes, groups)
+
+    def request_drain(self, worker_id: str, layout: Layout, *, ttl_ms: int = 60_000) -> None:
+        """Ask a worker to finish what it has and leave; it hears with its next heartbeat."""
+        key = keys.draining(layout.model_id, layout.layout_id, worker_id)
+        self._meta.run(("SET", key, 1, "PX", ttl_ms))
+
+    def is_drain_requested(self, worker_id: str, layout: Layout) -> bool:
+        key = keys.draining(layout.model_id, layout.layout_id, worker_id)
+        return bool(self._meta.run(("EXISTS", key)) == 1)
+
     def heartbeat(self, layout: Layout, info: WorkerInfo) -> bool:
         """Refresh a worker's presence. False when it or the claim was gone: then claim again."""
         key = keys.worker(layout.model_id, layout.layout_id, info.worker_id)

@@ -1,8 +1,9 @@
 -- Give a worker its layer groups, counting only live workers. Returns the groups it holds: "0,3".
 -- KEYS: claims, the worker's presence.
--- ARGV: 'claim' or 'adopt', worker id, prefix of presence keys, ms to live, presence, memory in
--- bytes (0: no limit), groups it insists on ("0,3" or ''), then the bytes of each group.
-local adopting, worker_id = ARGV[1] == 'adopt', ARGV[2]
+-- ARGV: 'claim', 'adopt', 'move' or 'yield', worker id, prefix of presence keys, ms to live, presence, memory in
+-- bytes (0: no limit), groups it insists on, or offers to yield ("0,3" or ''), then the bytes of each
+-- group.
+local mode, worker_id = ARGV[1], ARGV[2]
 local memory, num_groups = tonumber(ARGV[6]), #ARGV - 7
 local coverage = {}
 for group = 0, num_groups - 1 do
@@ -36,10 +37,44 @@ for i = 1, #claims, 2 do
   end
 end
 
-if adopting then
-  if held == '' or redis.call('EXISTS', KEYS[2]) == 0 then
-    return ''
+if mode ~= 'claim' and (held == '' or redis.call('EXISTS', KEYS[2]) == 0) then
+  return ''
+end
+
+if mode == 'move' then
+  for group in string.gmatch(held, '%d+') do
+    if coverage[tonumber(group)] == 0 then
+      return held
+    end
   end
+  for group = 0, num_groups - 1 do
+    local fits = memory == 0 or tonumber(ARGV[8 + group]) <= memory
+    if coverage[group] == 0 and fits then
+      redis.call('HSET', KEYS[1], worker_id, group)
+      return tostring(group)
+    end
+  end
+  return held
+end
+
+if mode == 'yield' then
+  local kept, offered = {}, ',' .. ARGV[7] .. ','
+  local num_held = select(2, string.gsub(held, '%d+', ''))
+  local num_yielded = 0
+  for group in string.gmatch(held, '%d+') do
+    local wanted = string.find(offered, ',' .. group .. ',', 1, true)
+    if wanted and coverage[tonumber(group)] > 0 and num_yielded < num_held - 1 then
+      num_yielded = num_yielded + 1
+    else
+      kept[#kept + 1] = group
+    end
+  end
+  held = table.concat(kept, ',')
+  redis.call('HSET', KEYS[1], worker_id, held)
+  return held
+end
+
+if mode == 'adopt' then
   for group in string.gmatch(held, '%d+') do
     coverage[tonumber(group)] = coverage[tonumber(group)] + 1
     memory = memory - tonumber(ARGV[8 + group])

@@ -16,6 +16,7 @@ class WorkerState(StrEnum):
     LOADING = "loading"  # reads its shards; takes no work yet
     SERVING = "serving"
     DRAINING = "draining"  # finishes what it has and leaves
+    QUARANTINED = "quarantined"  # failed again and again; takes no work for a while
 
 
 class _Presence:
@@ -64,7 +65,10 @@ class WorkerInfo(_Presence):
     """A worker as it last told of itself.
 
     `groups` is what it holds of the layout; the store fills it in from the claims. `memory_bytes`
-    is its budget, 0 for none. `num_steps` counts the steps it has computed.
+    is its budget, 0 for none. `num_steps` counts the steps it has computed, `num_failures` those it
+    could not; `num_pending` waited for their turn at the last heartbeat, and `num_active` requests
+    had one lately; `turn_us` is how long a turn takes of late. `reason` says why it is in a state
+    that is not its usual one.
     """
 
     worker_id: str
@@ -79,15 +83,27 @@ class WorkerInfo(_Presence):
     num_steps: int = 0
     last_step_unix_ms: int = 0
     started_unix_ms: int = 0
+    num_pending: int = 0
+    num_active: int = 0
+    num_failures: int = 0
+    turn_us: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerInfo(_Presence):
-    """A scheduler as it last told of itself. `num_requests` is how many it holds."""
+    """A scheduler as it last told of itself.
+
+    `num_requests` is how many it holds, `num_waiting` those of them that wait for KV memory, of
+    which `reserved_kv_bytes` are taken. `num_redrives` counts the lost steps that it sent again.
+    """
 
     scheduler_id: str
     host: str = ""
     pid: int = 0
     rss_bytes: int = 0
     num_requests: int = 0
+    num_waiting: int = 0
+    reserved_kv_bytes: int = 0
+    num_redrives: int = 0
     started_unix_ms: int = 0

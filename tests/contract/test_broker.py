@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 
@@ -449,3 +450,90 @@ def test_a_closed_broker_sends_nothing(world: World, broker: Broker, queue: str)
         closed.declare([QueueSpec(queue)])
     assert broker.depth(queue) == 0
     closed.close()
+
+
+def test_what_waits_too_long_is_handed_over_to_another_queue(world: World, broker: Broker) -> None:
+    shared, inbox = world.name(), world.name()
+    limited = QueueSpec(inbox, dead_letter_queue=shared, message_ttl_ms=150)
+    broker.declare([QueueSpec(shared), limited])
+    broker.consume(shared, prefetch=1)
+    broker.publish([Outgoing(inbox, b"late", headers=(("why", "test"),))]).wait(WAIT_S)
+
+    delivery = take(broker)
+
+    assert (delivery.queue, delivery.body, delivery.redelivered) == (shared, b"late", False)
+    assert (delivery.handed_over_from, delivery.headers) == (inbox, (("why", "test"),))
+    assert broker.depth(inbox) == 0
+
+
+def test_what_is_delivered_in_time_is_not_handed_over(world: World, broker: Broker) -> None:
+    shared, inbox = world.name(), world.name()
+    limited = QueueSpec(inbox, dead_letter_queue=shared, message_ttl_ms=100)
+    broker.declare([QueueSpec(shared), limited])
+    broker.consume(shared, prefetch=1)
+    broker.consume(inbox, prefetch=1)
+
+    send(broker, inbox, b"held")
+    held = take(broker)
+
+    assert (held.queue, held.handed_over_from) == (inbox, "")
+    assert broker.take(3 * SHORT_S) is None
+
+
+def test_what_a_dead_consumer_held_past_the_limit_is_handed_over(
+    world: World, broker: Broker
+) -> None:
+    shared, inbox = world.name(), world.name()
+    limited = QueueSpec(inbox, dead_letter_queue=shared, message_ttl_ms=100)
+    broker.declare([QueueSpec(shared), limited])
+    broker.consume(shared, prefetch=2)
+    victim = world.broker()
+    victim.consume(inbox, prefetch=1)
+    send(broker, inbox, b"held", b"waiting")
+    take(victim)
+    assert take(broker).body == b"waiting"  # beyond the victim's prefetch
+
+    victim.close()
+
+    assert take(broker).body == b"held"
+
+
+def test_an_unused_queue_expires_and_a_used_one_stays(world: World, broker: Broker) -> None:
+    used, unused = world.name(), world.name()
+    broker.declare([QueueSpec(used, expires_ms=200), QueueSpec(unused, expires_ms=200)])
+    broker.consume(used, prefetch=1)
+
+    deadline_s = time.monotonic() + WAIT_S
+    while broker.depth(unused) is not None and time.monotonic() < deadline_s:
+        broker.take(2 * 0.2)  # a look at its depth may count as use
+
+    assert broker.depth(unused) is None
+    assert broker.depth(used) == 0
+
+
+def test_a_message_goes_to_another_queue_when_its_own_is_missing(
+    world: World, broker: Broker, queue: str
+) -> None:
+    missing, other = world.name(), world.name()
+    broker.declare([QueueSpec(other)])
+    broker.consume(other, prefetch=4)
+    broker.consume(queue, prefetch=4)
+
+    broker.publish(
+        [
+            Outgoing(missing, b"1", instead=other, headers=(("n", "1"),)),
+            Outgoing(queue, b"2", instead=other),
+        ]
+    ).wait(WAIT_S)
+
+    arrived = {(d.queue, d.body, d.headers) for d in (take(broker), take(broker))}
+    assert arrived == {(other, b"1", (("n", "1"),)), (queue, b"2", ())}
+
+
+def test_when_both_queues_are_missing_the_message_is_unroutable(
+    world: World, broker: Broker
+) -> None:
+    first, second = world.name(), world.name()
+
+    with pytest.raises(Unroutable, match=second):
+        broker.publish([Outgoing(first, b"lost", instead=second)]).wait(WAIT_S)

@@ -264,3 +264,49 @@ def test_schedulers_are_seen_while_they_live(presence: Presence, stores: Stores)
     assert stores.meta.run(("SMEMBERS", keys.SCHEDULERS)) == [b"s1"]
     presence.scheduler_release("s1")
     assert presence.schedulers() == []
+
+
+def test_a_worker_whose_groups_others_cover_moves_to_one_that_nobody_covers(
+    presence: Presence,
+) -> None:
+    presence.claim(LAYOUT, WorkerInfo("w0"), SIZES, [0])
+    presence.claim(LAYOUT, WorkerInfo("w1"), SIZES, [0])
+    presence.claim(LAYOUT, WorkerInfo("w2"), SIZES, [2])
+
+    assert presence.move(LAYOUT, WorkerInfo("w2"), SIZES) == (2,)  # nobody else has it
+    assert presence.move(LAYOUT, WorkerInfo("w1"), SIZES) == (1,)
+    assert presence.move(LAYOUT, WorkerInfo("w0"), SIZES) == (0,)  # the last one there
+    assert presence.coverage(LAYOUT) == [1, 1, 1]
+
+
+def test_a_worker_moves_only_where_it_fits(presence: Presence) -> None:
+    tight = WorkerInfo("w0", memory_bytes=SIZES[2] - 1)
+    presence.claim(LAYOUT, tight, SIZES, [0])
+    presence.claim(LAYOUT, WorkerInfo("w1"), SIZES, [0])
+    presence.claim(LAYOUT, WorkerInfo("w2"), SIZES, [1])
+
+    assert presence.move(LAYOUT, tight, SIZES) == (0,)
+    assert presence.move(LAYOUT, WorkerInfo("w1"), SIZES) == (2,)
+
+
+def test_a_group_that_others_cover_is_given_back_and_one_is_kept(presence: Presence) -> None:
+    presence.claim(LAYOUT, WorkerInfo("w0"), SIZES, [0])
+    assert presence.adopt_uncovered(LAYOUT, WorkerInfo("w0"), SIZES) == (0, 1, 2)
+    presence.claim(LAYOUT, WorkerInfo("w1"), SIZES, [2])
+
+    assert presence.give_back(LAYOUT, WorkerInfo("w0"), SIZES, [1, 2]) == (0, 1)
+    presence.claim(LAYOUT, WorkerInfo("w2"), SIZES, [0, 1])
+    assert len(presence.give_back(LAYOUT, WorkerInfo("w0"), SIZES, [0, 1])) == 1
+    assert min(presence.coverage(LAYOUT)) == 1
+
+
+def test_who_has_expired_neither_moves_nor_gives_back(presence: Presence) -> None:
+    assert presence.move(LAYOUT, WorkerInfo("w0"), SIZES) == ()
+    assert presence.give_back(LAYOUT, WorkerInfo("w0"), SIZES, [0]) == ()
+
+
+def test_a_worker_hears_that_it_is_to_drain_and_no_other_does(presence: Presence) -> None:
+    presence.request_drain("w0", LAYOUT)
+
+    assert presence.is_drain_requested("w0", LAYOUT)
+    assert not presence.is_drain_requested("w1", LAYOUT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -44,6 +45,7 @@ TOKENS_STEP = Step(
     tensors={"token_ids": np.array([1, 5, 2**31 - 1], np.int32)},
     sampling=SamplingParams(seed=7),
 )
+ROUTED_STEP = replace(STEP, request_id="req-3", route=("ps3-17.lan-4021-beef", "", "pi-1-77-0c"))
 REQUEST = Request(
     "req-1",
     messages=(ChatMessage("system", "Be brief."), ChatMessage("user", "Größe?")),
@@ -55,6 +57,7 @@ REPLY = Reply("req-1", FinishReason.LENGTH, "about 12 cm", (5, 6, 7), 12)
 EXAMPLES: dict[str, Message] = {
     "step.v1": STEP,
     "step.v1.tokens": TOKENS_STEP,
+    "step.v1.route": ROUTED_STEP,
     "request.v1": REQUEST,
     "request.v1.prompt": Request("req-2", prompt="Hello"),
     "request.v1.token_ids": Request("req-3", token_ids=(1, 2, 3)),

@@ -187,3 +187,9 @@ def test_mutated_frames_give_a_message_or_one_error(name: str) -> None:
 
     # Both must happen often, or the mutations test nothing.
     assert min(num_valid, num_refused) > 500
+
+
+@pytest.mark.parametrize("route", ["w", {"0": "w"}, [1], [b"w"], ["a b"], ["w" * 129], [""] * 1025])
+def test_a_route_that_is_no_list_of_worker_ids_is_a_decode_error(route: Any) -> None:
+    with pytest.raises(DecodeError, match="route"):
+        decode(frame(STEP, route=route))

@@ -11,13 +11,14 @@ from services.scheduler.limits import SchedulerLimits
 from services.scheduler.scheduler import Scheduler
 from shared import codec
 from shared.messages import FinishReason, Reply, Request
+from shared.policy import RedriveLimits
 from shared.store import keys
 from shared.topology import REQUESTS_QUEUE
 from tests.rig import Rig, assert_answers
 from tests.rig_model import SAMPLED, prompt_of
 
 PROMPT = prompt_of(20)
-GRACE = SchedulerLimits(uncovered_grace_s=10.0, coverage_check_s=1.0)
+GRACE = SchedulerLimits(coverage_check_s=1.0, redrive=RedriveLimits(uncovered_grace_s=10.0))
 
 
 def make_request(request_id: str = "r", **changes: Any) -> Request:

@@ -1,7 +1,8 @@
-"""Every order of deaths, lost connections, copies and store failures leaves the same tokens."""
+"""Every order of deaths, losses, copies and store failures leaves the same tokens."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,8 @@ LIMITS = WorkerLimits(max_batch_rows=12, park_limit_s=1_000.0, kv_cache_bytes=40
 
 events = st.one_of(
     st.just(("nothing",)),
-    st.tuples(st.sampled_from(["kill", "lose", "copy"]), st.integers(0, 2 * NUM_GROUPS)),
+    st.tuples(st.sampled_from(["kill", "lose", "copy", "drop"]), st.integers(0, 2 * NUM_GROUPS)),
+    st.just(("flush",)),
     st.tuples(st.sampled_from(["kv", "ledger"]), st.integers(1, 6)),
 )
 
@@ -83,10 +85,25 @@ class Cluster:
                 self.parts[number][1].lose()
             case "copy":
                 self.copy_oldest_step(number % NUM_GROUPS)
+            case "drop":
+                self.drop_steps()
+            case "flush":
+                if found := self.rig.stores.kv.run(("KEYS", "*:kv:*")):
+                    self.rig.stores.kv.run(("DEL", *found))
             case "kv":
                 self.kv.num_failures = number
             case "ledger":
                 self.ledger.num_failures = number
+
+    def drop_steps(self) -> None:
+        """As a broker's restart does, here with that of all workers."""
+        for part, _ in self.parts[: 2 * NUM_GROUPS]:
+            self.rig.kill(part)
+        for name, queue in self.rig.hub.queues.items():
+            if re.search(r"\.g\d+\Z", name):
+                queue.ready.clear()
+        for index in range(2 * NUM_GROUPS):
+            self.parts[index] = self.new_part(index)
 
     def copy_oldest_step(self, group: int) -> None:
         queue = self.rig.hub.queues[self.rig.queue(group)]

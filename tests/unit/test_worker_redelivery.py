@@ -235,9 +235,10 @@ def test_late_copies_after_the_end_die_out(kv_cache_bytes: int) -> None:
     assert_answers(rig, [("r", PROMPT, SAMPLED)])
 
 
-def test_two_workers_of_a_group_take_turns_in_one_request() -> None:
+def test_two_workers_that_no_presence_tells_of_take_turns_in_one_request() -> None:
     rig = Rig(2)
     workers = rig.add_workers(2)
+    rig.peers.clear()
 
     rig.start("r", PROMPT, SAMPLED)
     rig.run_until_done("r")

@@ -143,6 +143,10 @@ def queue_arguments(spec: QueueSpec) -> dict[str, str | int]:
         }
     if spec.delivery_limit is not None and spec.queue_type is QueueType.QUORUM:
         arguments["x-delivery-limit"] = spec.delivery_limit
+    if spec.message_ttl_ms is not None:
+        arguments["x-message-ttl"] = spec.message_ttl_ms
+    if spec.expires_ms is not None:
+        arguments["x-expires"] = spec.expires_ms
     return arguments
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pika
@@ -102,7 +103,7 @@ class Publisher:
         self._connection: Connection | None = None
         self._channel: Any = None
         self._last_tag = 0
-        self._in_flight: dict[int, tuple[PendingConfirm, str]] = {}  # in order of tag
+        self._in_flight: dict[int, tuple[PendingConfirm, Outgoing]] = {}  # in order of tag
         self._returned: dict[int, TransientError] = {}
         self._waiting: deque[tuple[PendingConfirm, Sequence[Outgoing]]] = deque()
         self._waiting_bytes = 0
@@ -160,12 +161,14 @@ class Publisher:
         self._waiting_bytes += num_bytes
 
     def _send(self, confirm: PendingConfirm, messages: Sequence[Outgoing]) -> None:
-        if not confirm.claim():
-            return
+        if confirm.claim():
+            self._put_on_wire(confirm, messages)
+
+    def _put_on_wire(self, confirm: PendingConfirm, messages: Sequence[Outgoing]) -> None:
         channel = self._channel
         for message in messages:
             self._last_tag += 1
-            self._in_flight[self._last_tag] = (confirm, message.queue)
+            self._in_flight[self._last_tag] = (confirm, message)
             channel.basic_publish(
                 "",
                 message.queue,
@@ -175,6 +178,7 @@ class Publisher:
                     delivery_mode=2 if message.persistent else 1,
                     correlation_id=message.correlation_id or None,
                     reply_to=message.reply_to or None,
+                    headers=dict(message.headers) if message.headers else None,
                     # A return names no delivery tag: this is how it finds its message.
                     message_id=str(self._last_tag),
                 ),
@@ -227,10 +231,14 @@ class Publisher:
             self._settle(tag, refused)
 
     def _settle(self, tag: int, refused: bool) -> None:
-        confirm, queue = self._in_flight.pop(tag)
+        confirm, message = self._in_flight.pop(tag)
         error = self._returned.pop(tag, None)
+        if error is not None and message.instead:
+            again = replace(message, queue=message.instead, instead="")
+            self._put_on_wire(confirm, [again])
+            return
         if refused and error is None:
-            error = PublishRefused(f"queue {queue} is full, or its broker refuses messages")
+            error = PublishRefused(f"queue {message.queue} is full, or its broker refuses messages")
         confirm.settle_one(error)
 
     def _expire(self) -> None:

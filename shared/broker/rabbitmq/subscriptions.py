@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -22,6 +22,8 @@ from shared.broker.rabbitmq.link import Connection, IoThread, backoff_s, describ
 from shared.errors import BrokerUnavailable, ConfigError
 
 log = structlog.get_logger()
+
+BROKER_HEADERS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count")
 
 
 @dataclass(slots=True, eq=False)
@@ -169,6 +171,8 @@ class Subscriptions:
                 properties.reply_to or "",
                 (subscription, tag),
             )
+            if properties.headers:
+                delivery = replace(delivery, **_read_headers(properties.headers))
             with self._arrived:
                 self._inbox.append(delivery)
                 self._arrived.notify()
@@ -241,3 +245,17 @@ class Subscriptions:
             if theirs:
                 self._inbox = deque(d for d in self._inbox if d.tag[0] is not subscription)
         return theirs
+
+
+def _read_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """A delivery's fields from AMQP headers: ours are texts, the broker adds its own."""
+    texts = tuple(
+        (name, value)
+        for name, value in headers.items()
+        if isinstance(value, str) and not name.startswith(BROKER_HEADERS)
+    )
+    first_queue = headers.get("x-first-death-queue")
+    return {
+        "headers": texts,
+        "handed_over_from": first_queue if isinstance(first_queue, str) else "",
+    }

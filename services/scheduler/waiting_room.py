@@ -1,0 +1,64 @@
+"""Lets requests run when there is room for their KV rows. Knows no store: it counts what may be."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from services.scheduler.held import Held
+
+
+class KvBudget:
+    """What the requests of one scheduler may write in all; `max_bytes` None is no limit."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self.max_bytes = max_bytes
+        self._reserved: dict[str, int] = {}
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(self._reserved.values())
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether so many bytes are free now."""
+        return self.max_bytes is None or self.reserved_bytes + num_bytes <= self.max_bytes
+
+    def reserve(self, request_id: str, num_bytes: int) -> None:
+        """Take the bytes, over the limit if need be: for what another scheduler let in."""
+        self._reserved[request_id] = num_bytes
+
+    def release(self, request_id: str) -> None:
+        self._reserved.pop(request_id, None)
+
+
+class WaitingRoom:
+    """The requests that are admitted, in order; `start` sends the first step of one.
+
+    Those behind a big one wait too, or it would starve.
+    """
+
+    def __init__(self, budget: KvBudget, start: Callable[[str, Held], None]) -> None:
+        self._budget = budget
+        self._start = start
+        self._order: deque[str] = deque()
+
+    def enter(self, request_id: str) -> None:
+        self._order.append(request_id)
+
+    def let_in(self, in_flight: Mapping[str, Held]) -> None:
+        """Reserve room for those that come next, and start those that wait.
+
+        One that runs already, started by another scheduler, has its room whether it fits or not.
+        Raises what `start` does; the request is still the next one then.
+        """
+        while self._order:
+            request_id = self._order[0]
+            held = in_flight.get(request_id)
+            if held is not None and held.running is not None:
+                if held.is_waiting:
+                    if not self._budget.fits(held.kv_bytes):
+                        return
+                    self._start(request_id, held)
+                    held.is_waiting = False
+                self._budget.reserve(request_id, held.kv_bytes)
+            self._order.popleft()

@@ -1,0 +1,79 @@
+"""Ends requests that cannot go on, by name. Knows no kernel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import structlog
+
+from services.worker.batch import Pending
+from services.worker.inbox import Inbox
+from services.worker.suspects import Drop, Go, Poison, Suspects
+from shared.errors import StoreDamaged
+from shared.messages import FinishReason
+from shared.store.ledger import Ledger
+
+log = structlog.get_logger()
+
+
+class Endings:
+    """What becomes of a step that is not passed on. `forget` drops what is held of a request."""
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        ledger: Ledger,
+        suspects: Suspects,
+        *,
+        forget: Callable[[str], None],
+    ) -> None:
+        self._inbox = inbox
+        self._ledger = ledger
+        self._suspects = suspects
+        self._forget = forget
+
+    def may_compute(self, item: Pending) -> bool:
+        """Whether the item may be computed now; if not, it is settled."""
+        match self._suspects.admit(item):
+            case Go():
+                return True
+            case Drop():
+                self._inbox.ack(item)
+            case Poison(num_attempts=num_attempts, workers=workers):
+                reason = (
+                    f"layer group {item.step.group} died {num_attempts} times of the step at "
+                    f"position {item.step.position}"
+                )
+                self.fail(item, reason, dead=True, num_attempts=num_attempts, workers=workers)
+        return False
+
+    def fail(
+        self,
+        item: Pending,
+        reason: str,
+        *,
+        dead: bool = False,
+        num_attempts: int = 1,
+        workers: tuple[str, ...] = (),
+    ) -> None:
+        """End the request with a named error; `dead` keeps its message for inspection."""
+        step = item.step
+        try:
+            ended_now = self._ledger.finish(step.request_id, FinishReason.ERROR, reason)
+        except StoreDamaged:  # its record is not one any more; the scheduler buries it
+            ended_now = False
+        log.log(
+            logging.ERROR if ended_now else logging.DEBUG,
+            "request_failed" if ended_now else "late_step_dropped",
+            request_id=step.request_id,
+            group=step.group,
+            position=step.position,
+            reason=reason,
+        )
+        self._forget(step.request_id)
+        self._suspects.done(item)
+        if dead:
+            self._inbox.dead_letter(item, reason, num_attempts=num_attempts, workers=workers)
+        else:
+            self._inbox.ack(item)

@@ -1,0 +1,141 @@
+"""Passes on what a batch computed: rows to the store, tokens to the ledger, steps to the queues.
+
+Owns the order of those: what follows is in its queue, and the rows are in the store, before the
+caller forgets the deliveries. Knows no delivery being settled and no forward pass.
+
+B sequences in a batch, R rows in it, D hidden_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.batch import Slice
+from services.worker.compute import CacheOf
+from services.worker.endings import Endings
+from services.worker.faults import Faults, Point, reached
+from services.worker.remember import write_rows
+from services.worker.router import worker_of
+from services.worker.sender import Sender
+from services.worker.sequences import SequencePool
+from services.worker.steps import next_group_step, routed
+from services.worker.tokens import Ended, GoOn, OutOfOrder, sample_and_commit
+from shared.broker.base import Confirm
+from shared.messages import Step
+from shared.model.layer_group import LayerGroup
+from shared.store.kv_pages import KvPages
+from shared.store.ledger import Ledger
+from shared.topology import Layout
+
+FloatRows = npt.NDArray[np.float32]
+
+
+class Output:
+    """The second half of a worker's turn."""
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        layer_groups: Mapping[int, LayerGroup],
+        sender: Sender,
+        ledger: Ledger,
+        kv_pages: KvPages | None,
+        pool: SequencePool,
+        endings: Endings,
+        cache_of: CacheOf,
+        worker_id: str,
+        confirm_timeout_s: float,
+        faults: Faults | None,
+    ) -> None:
+        self._layout = layout
+        self._layer_groups = layer_groups
+        self._sender = sender
+        self._ledger = ledger
+        self._kv_pages = kv_pages
+        self._pool = pool
+        self._endings = endings
+        self._cache_of = cache_of
+        self._worker_id = worker_id
+        self._confirm_timeout_s = confirm_timeout_s
+        self._faults = faults
+
+    def pass_on(self, slices: Sequence[Slice], hidden: FloatRows) -> None:
+        """Store the KV rows of slices of one group, commit their tokens, send what follows.
+
+        `hidden` (R, D) are their output rows. When it returns all of it is in store and queue. May
+        be repeated after any error: `KernelError`, which comes before anything was sent, and
+        `TransientError`.
+        """
+        group = slices[0].group
+        ends = np.cumsum([piece.num_rows for piece in slices])
+        confirm: Confirm | None
+        if group == self._layout.last_group:
+            self._write_rows(slices)
+            following = self._commit_tokens(slices, hidden[ends - 1])
+            reached(self._faults, Point.COMMIT, slices)
+            confirm = self._sender.publish(following)
+            reached(self._faults, Point.PUBLISH, slices)
+        else:
+            confirm = self._sender.publish(
+                [
+                    self._routed(piece, next_group_step(piece, hidden[end - piece.num_rows : end]))
+                    for piece, end in zip(slices, ends, strict=True)
+                ]
+            )
+            reached(self._faults, Point.PUBLISH, slices)
+            self._write_rows(slices)  # beside the publish: both end before the ack
+        if confirm is not None:
+            confirm.wait(self._confirm_timeout_s)
+        reached(self._faults, Point.CONFIRM, slices)
+
+    def _write_rows(self, slices: Sequence[Slice]) -> None:
+        if self._kv_pages is not None:
+            write_rows(slices, self._cache_of, self._kv_pages, self._ledger)
+        reached(self._faults, Point.WRITE, slices)
+
+    def _commit_tokens(self, slices: Sequence[Slice], last_rows: FloatRows) -> list[Step]:
+        """Commit a token for every slice that ends its step; returns the decode steps to send.
+
+        `last_rows` (B, D) holds the last hidden row of each slice.
+        """
+        ends = [i for i, p in enumerate(slices) if p.completes and p.pending.step.sample]
+        pieces = [slices[i] for i in ends]
+        outcomes = sample_and_commit(
+            [piece.pending.step for piece in pieces],
+            last_rows[ends],
+            self._layer_groups[self._layout.last_group],
+            self._ledger,
+        )
+        following = []
+        for piece, outcome in zip(pieces, outcomes, strict=True):
+            item = piece.pending
+            match outcome:
+                case GoOn(step=step):
+                    following.append(self._routed(piece, step))
+                case Ended():
+                    self._pool.drop(item.step.request_id, self._layer_groups)
+                case OutOfOrder(reason=reason):
+                    self._endings.fail(item, reason)
+                case _:
+                    assert_never(outcome)
+        return following
+
+    def _routed(self, piece: Slice, following: Step) -> Step:
+        """The step that follows from a slice, on its way to a worker of its group."""
+        if not self._worker_id:
+            return following
+        state = self._pool.peek(piece.group, piece.request_id)
+        known, shunned = worker_of(following.route, following.group), ""
+        if state is not None and state.next_epoch == following.epoch:
+            known = known or state.next_worker
+        elif state is not None:
+            shunned = state.next_worker  # it was driven again: perhaps that one came to a stop
+        chosen = self._sender.choose(following.group, known, shunned=shunned)
+        if state is not None:
+            state.next_worker, state.next_epoch = chosen, following.epoch
+        return routed(following, worker_id=self._worker_id, group=piece.group, next_worker=chosen)

@@ -1,0 +1,101 @@
+"""Which layer groups a worker holds: claims, adopts, moves and gives back. Knows no queue.
+
+Every change is decided by one script in the store, so that two workers never leave a group to each
+other or both take it. What the script says is done here afterwards: load, serve, drop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from shared.errors import CellpipeError
+from shared.model.layer_group import LayerGroup
+from shared.store.presence import Presence
+from shared.store.presence_types import WorkerInfo, WorkerState
+from shared.topology import Layout
+
+log = structlog.get_logger()
+
+# Longer than workers that start together take to claim, so that one does not take all groups.
+ADOPT_AFTER_S = 3.0
+
+
+class Serving(Protocol):
+    """The worker as this module sees it."""
+
+    @property
+    def groups(self) -> tuple[int, ...]: ...
+
+    def serve_group(self, group: int, layer_group: LayerGroup) -> None: ...
+
+    def drop_group(self, group: int) -> None: ...
+
+
+class Placement:
+    """The groups of one worker. Raises `StoreUnavailable`; `CellpipeError` of what is loaded."""
+
+    def __init__(
+        self,
+        presence: Presence,
+        layout: Layout,
+        group_bytes: Sequence[int],
+        *,
+        claimant: Callable[[], WorkerInfo],
+        load: Callable[[int], LayerGroup],
+    ) -> None:
+        self._presence = presence
+        self._layout = layout
+        self._group_bytes = group_bytes
+        self._claimant = claimant
+        self._load = load
+        self._since_s: dict[tuple[str, int], float] = {}
+
+    def claim(self, wanted: Sequence[int]) -> tuple[int, ...]:
+        """Become present with these groups, or with the least covered one that fits."""
+        return self._presence.claim(self._layout, self._claimant(), self._group_bytes, wanted)
+
+    def balance(self, worker: Serving, now_s: float) -> None:
+        """Take what nobody serves, and leave what others serve, once it has been so for a while."""
+        claimed, served = self._others()
+        uncovered = [g for g, n in enumerate(claimed) if n == 0 and g not in worker.groups]
+        shared = [g for g in worker.groups if served[g] > 0]
+        names = [*(("uncovered", g) for g in uncovered), *(("shared", g) for g in shared)]
+        self._since_s = {name: self._since_s.get(name, now_s) for name in names}
+        lasting = {name for name in names if now_s - self._since_s[name] >= ADOPT_AFTER_S}
+        place = (self._layout, self._claimant(), self._group_bytes)
+        if any(("uncovered", g) in lasting for g in uncovered):
+            self._apply(worker, self._presence.adopt_uncovered(*place))
+            if shared == list(worker.groups):  # there was no room, and others have all of it
+                self._apply(worker, self._presence.move(*place))
+        elif len(worker.groups) > 1 and (spare := [g for g in shared if ("shared", g) in lasting]):
+            self._apply(worker, self._presence.give_back(*place, spare))
+
+    def _others(self) -> tuple[list[int], list[int]]:
+        """How many other workers claim each group, and how many serve it already."""
+        own_id = self._claimant().worker_id
+        claimed, served = [0] * self._layout.num_groups, [0] * self._layout.num_groups
+        for info in self._presence.workers(self._layout):
+            if info.worker_id == own_id or info.state is WorkerState.DRAINING:
+                continue
+            for group in info.groups:
+                claimed[group] += 1
+                served[group] += info.state is WorkerState.SERVING
+        return claimed, served
+
+    def _apply(self, worker: Serving, held: Sequence[int]) -> None:
+        if not held:
+            return  # the presence expired: the next heartbeat claims again
+        for group in worker.groups:
+            if group not in held:
+                worker.drop_group(group)
+                log.info("group_given_back", group=group)
+        for group in held:
+            if group not in worker.groups:
+                try:
+                    worker.serve_group(group, self._load(group))
+                except CellpipeError as error:
+                    log.error("group_not_loaded", group=group, reason=str(error))
+                    raise

@@ -1,0 +1,79 @@
+"""Publishes the steps that follow, each to the worker it is meant for. Knows no kernel.
+
+Who lives and how loaded they are is read from presence about once a second. Without presence, in
+the embedded mode, every step goes to its group's queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from services.worker.router import Peer, choose_worker, worker_of
+from shared import codec
+from shared.broker.base import Broker, Confirm, Outgoing
+from shared.errors import StoreDamaged, StoreUnavailable
+from shared.messages import Step
+from shared.store.presence_types import WorkerInfo
+from shared.topology import Layout, group_queue, inbox_queue
+
+log = structlog.get_logger()
+
+REFRESH_S = 1.0
+
+
+class Sender:
+    """The way out of one worker. `read_peers` gives the live workers, None where there is none."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        layout: Layout,
+        *,
+        read_peers: Callable[[], Sequence[WorkerInfo]] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._broker = broker
+        self._layout = layout
+        self._read_peers = read_peers
+        self._clock = clock
+        self._peers: dict[str, Peer] = {}
+        self._refresh_at_s = 0.0
+
+    def choose(self, group: int, routed: str, *, shunned: str = "") -> str:
+        """The worker for a step of a group, given who had its request before; "" for any.
+
+        `shunned` is taken only if nobody else is there.
+        """
+        self._refresh_when_due()
+        chosen = choose_worker(group, routed, list(self._peers.values()), shunned=shunned)
+        if chosen and chosen != routed:
+            self._peers[chosen] = self._peers[chosen].assigned()
+        return chosen
+
+    def publish(self, steps: Sequence[Step]) -> Confirm | None:
+        """Send steps to the workers that their routes name. None when there is nothing to send."""
+        if not steps:
+            return None
+        return self._broker.publish([self._addressed(step) for step in steps])
+
+    def _addressed(self, step: Step) -> Outgoing:
+        shared = group_queue(self._layout.model_id, self._layout.layout_id, step.group)
+        worker_id = worker_of(step.route, step.group)
+        if worker_id:
+            inbox = inbox_queue(worker_id, step.group)
+            return Outgoing(inbox, codec.encode(step), instead=shared)
+        return Outgoing(shared, codec.encode(step))
+
+    def _refresh_when_due(self) -> None:
+        now_s = self._clock()
+        if self._read_peers is None or now_s < self._refresh_at_s:
+            return
+        self._refresh_at_s = now_s + REFRESH_S
+        try:
+            infos = self._read_peers()
+        except (StoreUnavailable, StoreDamaged) as error:
+            log.warning("peers_not_read", reason=str(error))
+            return  # with those known before; an inbox without its worker hands over by itself
+        self._peers = {info.worker_id: Peer.of(info) for info in infos}

@@ -1,0 +1,99 @@
+"""A worker takes what nobody serves and leaves what others serve, once it has been so for long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.worker.placement import ADOPT_AFTER_S, Placement
+from shared.store.connection import connect
+from shared.store.presence import Presence
+from shared.store.presence_types import WorkerInfo, WorkerState
+from shared.topology import even_layout
+
+LAYOUT = even_layout("tiny@0123", 12, 2)
+SIZES = (100, 100)
+
+
+class Groups:
+    """What a worker serves."""
+
+    def __init__(self, *groups: int) -> None:
+        self.groups: tuple[int, ...] = groups
+
+    def serve_group(self, group: int, _: Any) -> None:
+        self.groups = tuple(sorted((*self.groups, group)))
+
+    def drop_group(self, group: int) -> None:
+        self.groups = tuple(g for g in self.groups if g != group)
+
+
+def placed(memory_bytes: int, *groups: int) -> tuple[Presence, Placement, Groups]:
+    presence = Presence(connect("memory://").meta, ttl_ms=60_000)
+    info = WorkerInfo("me", state=WorkerState.SERVING, memory_bytes=memory_bytes)
+    placement = Placement(
+        presence,
+        LAYOUT,
+        SIZES,
+        claimant=lambda: info,
+        load=lambda group: group,  # type: ignore
+    )
+    placement.claim(groups)
+    return presence, placement, Groups(*groups)
+
+
+def other(presence: Presence, name: str, group: int, state: WorkerState) -> None:
+    presence.claim(LAYOUT, WorkerInfo(name, state=state), SIZES, [group])
+
+
+def balance_for(placement: Placement, worker: Groups, seconds: float) -> None:
+    for second in range(int(seconds) + 1):
+        placement.balance(worker, float(second))
+
+
+def test_what_nobody_serves_is_adopted_after_a_while() -> None:
+    presence, placement, worker = placed(250, 0)
+
+    balance_for(placement, worker, ADOPT_AFTER_S - 1)
+    assert worker.groups == (0,)
+    balance_for(placement, worker, ADOPT_AFTER_S)
+
+    assert worker.groups == (0, 1)
+    assert presence.coverage(LAYOUT) == [1, 1]
+
+
+def test_what_another_serves_too_is_given_back() -> None:
+    presence, placement, worker = placed(250, 0, 1)
+    other(presence, "other", 1, WorkerState.SERVING)
+
+    balance_for(placement, worker, ADOPT_AFTER_S)
+
+    assert worker.groups == (0,)
+    assert presence.coverage(LAYOUT) == [1, 1]
+
+
+def test_what_another_still_loads_is_kept() -> None:
+    presence, placement, worker = placed(250, 0, 1)
+    other(presence, "other", 1, WorkerState.LOADING)
+
+    balance_for(placement, worker, 3 * ADOPT_AFTER_S)
+
+    assert worker.groups == (0, 1)
+
+
+def test_a_worker_without_room_moves_when_others_have_its_group() -> None:
+    presence, placement, worker = placed(150, 0)
+    other(presence, "other", 0, WorkerState.SERVING)
+
+    balance_for(placement, worker, ADOPT_AFTER_S)
+
+    assert worker.groups == (1,)
+    assert presence.coverage(LAYOUT) == [1, 1]
+
+
+def test_a_worker_without_room_stays_when_it_is_the_only_one() -> None:
+    presence, placement, worker = placed(150, 0)
+
+    balance_for(placement, worker, 3 * ADOPT_AFTER_S)
+
+    assert worker.groups == (0,)
+    assert presence.coverage(LAYOUT) == [1, 0]
