@@ -53,9 +53,9 @@ class Peer:
 
     @property
     def load_us(self) -> float:
-        """The same for a request that stays: those that are there will come back."""
-        num_waiting = 1 + self.num_pending + self.num_active + self.num_assigned
-        return num_waiting * float(self.turn_us or DEFAULT_TURN_US)
+        """The same for a request that stays: those that are there come back now and then."""
+        num_waiting = 1 + self.num_pending + (self.num_active + self.num_assigned) / 2
+        return num_waiting * (self.turn_us or DEFAULT_TURN_US)
 
 
 def choose_worker(group: int, routed: str, peers: Sequence[Peer], *, shunned: str = "") -> str:
