@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import redis
 
 from services.loader.pull import default_cache_dir, resolve_model
+from shared.broker.rabbitmq import RabbitmqBroker
 from shared.errors import ModelError
+from tests.contract.redis_server import RedisServer
 from tests.servers import URL_VARIABLES, PrivateServers
+from tests.tcp_proxy import TcpProxy
+from tests.waiting import delete_queue
 
 
 @pytest.fixture(scope="session")
@@ -65,3 +72,51 @@ def fresh_redis_url(redis_url: str) -> str:
     with redis.Redis.from_url(redis_url) as client:
         client.flushdb()
     return redis_url
+
+
+@pytest.fixture
+def queue(amqp_url: str) -> Iterator[str]:
+    """A name; its queue is deleted at the end, after the broker that would declare it again."""
+    name = f"cellpipe.test.{uuid.uuid4().hex}"
+    yield name
+    delete_queue(amqp_url, name)
+
+
+@pytest.fixture
+def broker(amqp_url: str, queue: str) -> Iterator[RabbitmqBroker]:
+    with closing(RabbitmqBroker.connect(amqp_url)) as broker:
+        yield broker
+
+
+@pytest.fixture
+def proxy(amqp_url: str) -> Iterator[TcpProxy]:
+    parts = urlsplit(amqp_url)
+    with closing(TcpProxy(parts.hostname or "", parts.port or 0)) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxied(proxy: TcpProxy, queue: str) -> Iterator[RabbitmqBroker]:
+    """A broker whose network the test can cut; confirms have 1 s."""
+    with closing(RabbitmqBroker.connect(proxied_url(proxy), confirm_timeout_s=1.0)) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="session")
+def own_servers() -> Iterator[PrivateServers]:
+    """Servers that a test may kill and freeze, and leaves running."""
+    with closing(PrivateServers()) as servers:
+        yield servers
+
+
+@pytest.fixture
+def private_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server of this test's own, to be mistreated."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+def proxied_url(proxy: TcpProxy) -> str:
+    return f"amqp://guest:guest@127.0.0.1:{proxy.port}/%2F"

@@ -64,6 +64,11 @@ class ProcessCluster:
         self._processes.append(process)
         return process
 
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """All that were started."""
+        return list(self._processes)
+
     def run(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         return cellpipe(*args, settings=self.settings, timeout_s=timeout_s)
 

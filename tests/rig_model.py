@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from services.chaos.reference import ReferenceModel
 from shared.messages import SamplingParams
 from shared.model.backend import pick_backend
 from shared.model.layer_group import LayerGroup
@@ -12,7 +13,6 @@ from shared.topology import (
     even_layout,
 )
 from tests.gguf_files import tiny_tokens, tiny_vocabulary
-from tests.reference_run import ReferenceModel
 from tests.tiny_model import TinyModel, tiny_model
 
 GREEDY = SamplingParams(seed=0, max_tokens=12, ignore_eos=True)

@@ -62,6 +62,21 @@ class PrivateServers:
         state = self._script.read_state(self._folder)
         self._script.stop(state["processes"][service], kill=True)
 
+    def restart_with(self, service: str, setting: str, *, advanced: str = "") -> None:
+        """Kill it and start it with one more setting in its configuration, on its data and port.
+
+        `advanced` are Erlang terms for RabbitMQ's advanced.config.
+        """
+        infra = self._folder / "infra"
+        shutil.copytree(REPOSITORY / "infra", infra, dirs_exist_ok=True)
+        file = infra / f"{service}.conf"
+        file.write_text(f"{file.read_text()}\n{setting}\n")
+        self.kill(service)
+        if advanced:
+            (self._folder / service / "advanced.config").write_text(f"{advanced}.\n")
+        self._script.INFRA = infra
+        self.url(service)
+
     def freeze(self, service: str) -> None:
         self._signal(service, signal.SIGSTOP)
 

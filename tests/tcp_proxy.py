@@ -21,6 +21,9 @@ class TcpProxy:
         self._changed = threading.Condition()
         self._clients: set[socket.socket] = set()
         self._is_cut = False
+        self._flows = {"sent": threading.Event(), "received": threading.Event()}
+        for flow in self._flows.values():
+            flow.set()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
@@ -33,10 +36,21 @@ class TcpProxy:
             assert self._changed.wait_for(lambda: not self._clients, 10.0)
 
     def heal(self) -> None:
+        """End `cut` and `stall`."""
         with self._changed:
             self._is_cut = False
+        for flow in self._flows.values():
+            flow.set()
+
+    def stall(self, *, replies_only: bool = False) -> None:
+        """Let bytes vanish into the path, with no end and no reset: both ways, or those of the
+        server alone. They arrive when it is healed."""
+        self._flows["received"].clear()
+        if not replies_only:
+            self._flows["sent"].clear()
 
     def close(self) -> None:
+        self.heal()
         self.cut()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -57,16 +71,25 @@ class TcpProxy:
                 server = socket.create_connection(self._target)
                 self._clients.add(client)
             ends = threading.Barrier(2)
-            for source, sink in ((client, server), (server, client)):
+            for source, sink, way in ((client, server, "sent"), (server, client, "received")):
                 thread = threading.Thread(
-                    target=self._forward, args=(source, sink, ends), daemon=True
+                    target=self._forward,
+                    args=(source, sink, ends, self._flows[way]),
+                    daemon=True,
                 )
                 self._threads.append(thread)
                 thread.start()
 
-    def _forward(self, source: socket.socket, sink: socket.socket, ends: threading.Barrier) -> None:
+    def _forward(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        ends: threading.Barrier,
+        flow: threading.Event,
+    ) -> None:
         with contextlib.suppress(OSError):
             while piece := source.recv(1 << 16):
+                flow.wait()
                 sink.sendall(piece)
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_RDWR)

@@ -11,7 +11,9 @@ from typing import Any
 # Each adds its commands to the tree; `--help` shows them in this order.
 import services.cli.generate  # isort: skip
 import services.cli.models  # isort: skip
-import services.cli.cluster  # noqa: F401  # isort: skip
+import services.cli.cluster  # isort: skip
+import services.cli.operate  # isort: skip
+import services.cli.chaos  # noqa: F401  # isort: skip
 from services.cli.tree import EXIT_FAILED, EXIT_INTERRUPTED, app, exit_code_of
 from shared.errors import CellpipeError
 from shared.logs import redact

@@ -9,8 +9,9 @@ nothing is checked. Orders are separated by `;`, each `ACTION@POINT[:CONDITION,C
     hang@compute:group=1,seconds=40      a computation that does not end (for ever, or so long)
     slow@compute:seconds=0.05            so much longer, every time
 
-A condition is a number (only that time, from 1), `request_id=`, `group=` or `seconds=`. Without
-any, `slow` acts every time and the others the first time. Knows no queue, store or kernel.
+A condition is a number (only that time, from 1), `request_id=`, `group=`, `seconds=` or `file=`:
+each time that such a file appears, which is then removed. Without any, `slow` acts every time and
+the others the first time. Knows no queue, store or kernel.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Fault:
     request_id: str = ""
     group: int | None = None
     seconds: float | None = None
+    file: str = ""
     num_hits: int = 0
 
     def fires(self, point: Point, group: int, request_ids: Collection[str]) -> bool:
@@ -67,6 +69,11 @@ class Fault:
             return False
         if self.request_id and self.request_id not in request_ids:
             return False
+        if self.file:
+            try:
+                os.unlink(self.file)
+            except FileNotFoundError:
+                return False
         self.num_hits += 1
         return self.nth in (0, self.num_hits)
 
@@ -118,7 +125,12 @@ def _parse_one(text: str) -> Fault:
     fault = Fault(Action(action), Point(point))
     for condition in filter(None, (part.strip() for part in conditions.split(","))):
         _add_condition(fault, condition)
-    if not fault.request_id and not fault.nth and fault.action is not Action.SLOW:
+    if (
+        not fault.request_id
+        and not fault.file
+        and not fault.nth
+        and fault.action is not Action.SLOW
+    ):
         fault.nth = 1
     return fault
 
@@ -133,6 +145,9 @@ def _add_condition(fault: Fault, text: str) -> None:
             case "request_id" if value:
                 fault.request_id = value
                 return
+            case "file" if value:
+                fault.file = value
+                return
             case "group" if int(value) >= 0:
                 fault.group = int(value)
                 return
@@ -142,8 +157,8 @@ def _add_condition(fault: Fault, text: str) -> None:
     except ValueError:
         pass
     raise ConfigError(
-        f"{VARIABLE}: condition {text!r:.80} must be a number from 1, request_id=, group= or "
-        "seconds="
+        f"{VARIABLE}: condition {text!r:.80} must be a number from 1, request_id=, group=, "
+        "seconds= or file="
     )
 
 

@@ -73,3 +73,14 @@ def worker(model_id: str, layout_id: str, worker_id: str) -> str:
 def scheduler(scheduler_id: str) -> str:
     """String with a time to live: a scheduler's presence as JSON."""
     return f"{PREFIX}{{schedulers}}:scheduler:{scheduler_id}"
+
+
+def request_id_of(key: str) -> str:
+    """The id of the request that a key belongs to; "" when it belongs to none."""
+    tag, closed, _ = key.removeprefix(f"{PREFIX}{{").partition("}")
+    return tag if closed and key.startswith(f"{PREFIX}{{") and "/" not in tag else ""
+
+
+def is_kv_page(key: str) -> bool:
+    """Whether a key of a request is one of its KV pages."""
+    return "}:kv:" in key

@@ -18,15 +18,6 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     server.stop()
 
 
-@pytest.fixture
-def private_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server of this test's own, to be mistreated."""
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
-
-
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.servers)])
 def stores(request: pytest.FixtureRequest) -> Iterator[Stores]:
     """Empty stores: inside the process, and on a real server."""

@@ -19,7 +19,7 @@ class RedisServer:
     """One server process; a restart keeps its port and loses its data."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.folder = directory
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -32,7 +32,7 @@ class RedisServer:
             if os.environ.get("CI"):
                 pytest.fail("redis-server is not installed")
             pytest.skip("redis-server is not installed")
-        options = ["--bind", "127.0.0.1", "--save", "", "--dir", str(self._directory)]
+        options = ["--bind", "127.0.0.1", "--save", "", "--dir", str(self.folder)]
         self._process = subprocess.Popen(
             [binary, "--port", str(self.port), *options], stdout=subprocess.DEVNULL
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from services.chaos.reference import ReferenceModel
 from services.embedded import Engine
 from services.loader.packed import PackedModel, open_packed
 from shared.messages import Request, SamplingParams
@@ -15,7 +16,6 @@ from shared.producer import new_request_id
 from shared.store.ledger_types import TokenEvent
 from shared.text.document import read_text_document
 from tests.cluster import ThreadCluster
-from tests.reference_run import ReferenceModel
 
 pytestmark = pytest.mark.real_model
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from services.chaos.reference import ReferenceModel
 from services.loader.packed import open_packed
 from shared.messages import SamplingParams
 from shared.text.document import read_text_document
 from tests.processes import ProcessCluster
-from tests.reference_run import ReferenceModel
 
 pytestmark = [pytest.mark.real_model, pytest.mark.servers, pytest.mark.timeout(240)]
 

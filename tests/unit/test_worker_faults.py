@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from services.worker.faults import Action, Fault, Faults, Point, parse_faults
@@ -91,3 +93,20 @@ def test_a_step_passes_its_points_in_order() -> None:
         *((point, 0) for point in ("receive", "compute", "publish", "write", "confirm")),
         *((point, 1) for point in ("receive", "compute", "write", "commit", "publish", "confirm")),
     ]
+
+
+def test_a_file_orders_a_fault_once_each_time_it_appears(tmp_path: Path) -> None:
+    order = tmp_path / "now"
+    acted: list[Fault] = []
+    faults = Faults(parse_faults(f"hang@compute:file={order}"), act=acted.append)
+
+    faults.hit(Point.COMPUTE, 0, ["r"])
+    assert acted == []
+    for number in (1, 2):
+        order.touch()
+        faults.hit(Point.RECEIVE, 0, ["r"])
+        faults.hit(Point.COMPUTE, 0, ["r"])
+        faults.hit(Point.COMPUTE, 0, ["r"])
+
+        assert len(acted) == number
+        assert not order.exists()

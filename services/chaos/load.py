@@ -1,0 +1,178 @@
+"""Asks the questions of a run, a few at a time, and notes what is seen of each answer and when.
+
+Everything here survives servers that go away: a request whose fate is unknown is sent again under
+its id, and a reader that is cut off goes on after its last event. Knows no process and no fault.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from shared.errors import TransientError
+from shared.messages import FinishReason, Request, SamplingParams
+from shared.producer import Producer, new_request_id
+from shared.store.ledger import START
+from shared.store.ledger_types import FinalEvent, TokenEvent
+
+RETRY_S = 0.2
+MAX_QUESTIONS = 24  # distinct ones: each costs an undisturbed run before the load
+MIN_TOKENS, MAX_TOKENS = 32, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt and how to answer it: the same tokens, every time."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(slots=True)
+class Sighting:
+    """What the client of one request saw. Times are seconds of one monotonic clock."""
+
+    request_id: str
+    question: int
+    submitted_s: float = 0.0
+    is_accepted: bool = False
+    tokens: list[tuple[float, int, int]] = field(default_factory=list)  # when, position, token id
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    finished_s: float | None = None
+
+
+def draw_questions(
+    num_requests: int, seed: int, *, vocab_size: int, max_positions: int
+) -> list[Question]:
+    """Prompts of random tokens, greedy and sampled in turn, each long enough to be hit mid-way.
+
+    End-of-sequence is ignored, so that every answer has the length it was asked for.
+    """
+    rng = random.Random(f"questions/{seed}")
+    longest = max(1, max_positions - MAX_TOKENS)
+    questions = []
+    for number in range(min(num_requests, MAX_QUESTIONS)):
+        # One in eight is longer than a prefill slice.
+        length = min(longest, rng.randint(140, 200) if number % 8 == 7 else rng.randint(8, 40))
+        greedy = number % 2 == 0
+        questions.append(
+            Question(
+                tuple(rng.randrange(vocab_size) for _ in range(length)),
+                SamplingParams(
+                    temperature=0.0 if greedy else rng.uniform(0.5, 1.2),
+                    top_k=0 if greedy else rng.choice((0, 40)),
+                    top_p=1.0 if greedy else rng.choice((1.0, 0.9)),
+                    seed=rng.randrange(1 << 32),
+                    max_tokens=rng.randint(MIN_TOKENS, MAX_TOKENS),
+                    ignore_eos=True,
+                ),
+            )
+        )
+    return questions
+
+
+class Load:
+    """`num_requests` requests over `questions`, at most `concurrency` at a time."""
+
+    def __init__(
+        self,
+        producer: Producer,
+        questions: Sequence[Question],
+        *,
+        num_requests: int,
+        concurrency: int,
+        patience_s: float,
+        model_id: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.sightings = [
+            Sighting(new_request_id(), number % len(questions)) for number in range(num_requests)
+        ]
+        self._producer = producer
+        self._questions = questions
+        self._patience_s = patience_s
+        self._model_id = model_id
+        self._clock = clock
+        self._waiting = deque(self.sightings)
+        self._stopping = threading.Event()
+        self._failure: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._run, name=f"load-{number}", daemon=True)
+            for number in range(min(concurrency, num_requests))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def is_running(self) -> bool:
+        """Raises what a thread of the load died of, if one did."""
+        if self._failure is not None:
+            raise self._failure
+        return any(thread.is_alive() for thread in self._threads)
+
+    def stop(self) -> None:
+        """Ask no more; returns when the threads are done, a few seconds at most."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(10.0)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                try:
+                    sighting = self._waiting.popleft()
+                except IndexError:
+                    return
+                self._submit(sighting)
+                if sighting.is_accepted:
+                    self._follow(sighting)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _submit(self, sighting: Sighting) -> None:
+        question = self._questions[sighting.question]
+        request = Request(
+            request_id=sighting.request_id,
+            token_ids=question.prompt,
+            model=self._model_id,
+            sampling=question.sampling,
+        )
+        sighting.submitted_s = self._clock()
+        while not self._given_up(sighting.submitted_s):
+            try:
+                self._producer.submit(request)
+            except TransientError as error:
+                sighting.error = str(error)
+                self._stopping.wait(RETRY_S)
+            else:
+                sighting.is_accepted = True
+                sighting.error = ""
+                return
+
+    def _follow(self, sighting: Sighting) -> None:
+        after, heard_s = START, self._clock()
+        while not self._given_up(heard_s):
+            try:
+                for event in self._producer.events(
+                    sighting.request_id, after=after, silence_s=min(1.0, self._patience_s)
+                ):
+                    after, heard_s = event.event_id, self._clock()
+                    if isinstance(event, TokenEvent):
+                        sighting.tokens.append((heard_s, event.position, event.token_id))
+                    elif isinstance(event, FinalEvent):
+                        sighting.finish_reason = event.finish_reason
+                        sighting.error = event.error
+                        sighting.finished_s = heard_s
+                        return
+            except TransientError:
+                self._stopping.wait(RETRY_S)  # silence, or a store that is away: go on after it
+
+    def _given_up(self, heard_s: float) -> bool:
+        return self._stopping.is_set() or self._clock() - heard_s > self._patience_s

@@ -1,0 +1,263 @@
+"""One run from start to end: servers, model, reference, cluster, load with faults, verdict."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.chaos.faults import Faults
+from services.chaos.findings import judge_leftovers, observe, wait_until_settled
+from services.chaos.load import Load, Question, draw_questions
+from services.chaos.processes import Crew
+from services.chaos.reference import ReferenceModel
+from services.chaos.schedule import FaultKind, FaultPlan, faults_of
+from services.chaos.servers import GivenServers, PrivateServers, Servers
+from services.chaos.verdict import (
+    Verdict,
+    judge_requests,
+    recoveries,
+    rss_slopes,
+    slowest_waits,
+)
+from shared.broker.base import Broker
+from shared.broker.rabbitmq import RabbitmqBroker
+from shared.dead_queue import DeadQueue
+from shared.errors import ConfigError
+from shared.model.backend import pick_backend
+from shared.producer import Producer
+from shared.store.connection import Stores, connect
+from shared.store.ledger import Ledger
+from shared.store.presence import Presence
+from shared.store.presence_types import WorkerState
+from shared.store.shards import ShardStore
+from shared.topology import REQUESTS_QUEUE, Layout, group_queue
+
+TURN_S = 0.05
+SHOW_S = 2.0
+SAMPLE_S = 1.0
+START_PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    """What the user asked for. `cluster` are the settings of servers that exist (None: private)."""
+
+    model: str
+    faults: tuple[FaultPlan, ...]
+    num_groups: int = 3
+    workers_per_group: int = 2
+    num_schedulers: int = 1
+    num_requests: int = 100
+    concurrency: int = 8
+    seed: int = 0
+    patience_s: float = 60.0
+    frozen_s: float = 5.0
+    memory: str = "256MiB"
+    hang_limit_s: float = 5.0
+    spare_last: bool = True
+    cluster: dict[str, str] | None = None
+    log_folder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run is, a few times a minute."""
+
+    num_ended: int
+    num_requests: int
+    num_tokens: int
+    num_faults: int
+    num_alive: int
+
+
+def run_chaos(
+    options: ChaosOptions,
+    *,
+    say: Callable[[str], None],
+    show: Callable[[Progress], None],
+) -> Verdict:
+    """Run it all. `say` hears of each event, `show` of the progress.
+
+    Raises `ConfigError` when it cannot start: no servers, no such model, workers that do not serve.
+    """
+    began_s = time.monotonic()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cellpipe-chaos-")))
+        logs = options.log_folder or folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        say("starting servers" if options.cluster is None else "using the servers of the cluster")
+        servers = _servers(options, folder)
+        stack.callback(servers.close)
+        crew = stack.enter_context(Crew(servers.settings, logs))
+        crew.run("load", options.model, "--groups", str(options.num_groups))
+        stores, broker = stack.enter_context(_connections(servers.settings))
+        shards = ShardStore(stores.weights)
+        layout = shards.active_layout("")
+        questions, expected = _answer_undisturbed(options, shards, layout, say)
+        _start_crew(options, crew, layout, Presence(stores.meta), say)
+        queues = [REQUESTS_QUEUE] + [
+            group_queue(layout.model_id, layout.layout_id, g) for g in range(layout.num_groups)
+        ]
+        dead_queue = DeadQueue(broker, Ledger(stores.meta))
+        dead_before = {letter.letter_id for letter in dead_queue.letters()}
+        load = Load(
+            Producer(broker, Ledger(stores.meta)),
+            questions,
+            num_requests=options.num_requests,
+            concurrency=options.concurrency,
+            patience_s=options.patience_s,
+            model_id=layout.model_id,
+        )
+        faults = Faults(
+            crew,
+            servers,
+            broker,
+            queues,
+            clock=time.monotonic,
+            say=say,
+            frozen_s=options.frozen_s,
+            spare_last=options.spare_last,
+        )
+        samples = _disturb(options, crew, faults, load, show)
+        say("the load is over; looking at what is left")
+        leaked = wait_until_settled(broker, stores, queues, load.sightings, tend=crew.tend)
+        observations = observe(load.sightings, questions, expected, Ledger(stores.meta))
+        verdict = judge_requests(observations)
+        verdict.recovery = recoveries(observations, faults.log.injected)
+        verdict.slowest = slowest_waits(observations, faults.log.injected, began_s=began_s)
+        verdict.queues = {queue: broker.depth(queue) or 0 for queue in queues}
+        letters = [x for x in dead_queue.letters() if x.letter_id not in dead_before]
+        verdict.num_leaked_keys = len(leaked)
+        verdict.rss_mb_per_min, growing = rss_slopes(samples)
+        verdict.problems += growing
+        judge_leftovers(verdict, options.faults, faults.log, crew.own_deaths, leaked, letters)
+        return verdict
+
+
+def _servers(options: ChaosOptions, folder: Path) -> Servers:
+    if options.cluster is None:
+        return PrivateServers(folder)
+    if restarts := [plan for plan in options.faults if plan.kind is FaultKind.RESTART]:
+        GivenServers(options.cluster).restart(restarts[0].target)  # raises, and says why
+    return GivenServers(options.cluster)
+
+
+@contextmanager
+def _connections(settings: dict[str, str]) -> Iterator[tuple[Stores, Broker]]:
+    stores = connect(
+        settings["CELLPIPE_REDIS_URL"],
+        settings.get("CELLPIPE_REDIS_KV_URL"),
+        settings.get("CELLPIPE_REDIS_WEIGHTS_URL"),
+    )
+    try:
+        broker = RabbitmqBroker.connect(settings["CELLPIPE_AMQP_URL"])
+        try:
+            yield stores, broker
+        finally:
+            broker.close()
+    finally:
+        stores.close()
+
+
+def _answer_undisturbed(
+    options: ChaosOptions, shards: ShardStore, layout: Layout, say: Callable[[str], None]
+) -> tuple[list[Question], list[tuple[int, ...]]]:
+    manifest = shards.get_manifest(layout.model_id)
+    model = ReferenceModel(
+        manifest, lambda name: shards.read_shard(manifest, name), pick_backend(num_threads=2)
+    )
+    questions = draw_questions(
+        options.num_requests,
+        options.seed,
+        vocab_size=model.config.vocab_size,
+        max_positions=model.config.max_position_embeddings,
+    )
+    say(f"answering {len(questions)} questions undisturbed")
+    answers = model.generate_all([(question.prompt, question.sampling) for question in questions])
+    return questions, [tuple(answer) for answer in answers]
+
+
+def _start_crew(
+    options: ChaosOptions,
+    crew: Crew,
+    layout: Layout,
+    presence: Presence,
+    say: Callable[[str], None],
+) -> None:
+    say(
+        f"starting {options.num_schedulers} scheduler(s) and {options.num_groups} x "
+        f"{options.workers_per_group} workers"
+    )
+    for number in range(options.num_schedulers):
+        crew.add("scheduler", f"scheduler-{number}", "scheduler")
+    for group in range(options.num_groups):
+        for number in range(options.workers_per_group):
+            arguments = ["worker", "--group", str(group), "--memory", options.memory]
+            if any(plan.kind is FaultKind.HANG for plan in options.faults):
+                arguments += ["--hang-limit", str(options.hang_limit_s)]
+            crew.add("worker", f"worker-{group}.{number}", *arguments, group=group)
+    pids = {member.pid for member in crew.members}
+    deadline_s = time.monotonic() + START_PATIENCE_S
+    while True:
+        serving = {w.pid for w in presence.workers(layout) if w.state is WorkerState.SERVING}
+        ready = serving | {scheduler.pid for scheduler in presence.schedulers()}
+        if pids <= ready:
+            return
+        dead = [member for member in crew.members if not member.is_alive]
+        if dead or time.monotonic() > deadline_s:
+            crew.tend(time.monotonic())
+            said = crew.own_deaths[0].log_tail if crew.own_deaths else "no answer in time"
+            raise ConfigError(f"the cluster does not come up: {said}")
+        time.sleep(TURN_S)
+
+
+def _disturb(
+    options: ChaosOptions,
+    crew: Crew,
+    faults: Faults,
+    load: Load,
+    show: Callable[[Progress], None],
+) -> dict[str, list[tuple[float, int]]]:
+    """Run the load with its faults; returns the memory of each process over time."""
+    samples: dict[str, list[tuple[float, int]]] = {}
+    due = faults_of(options.faults, options.seed)
+    upcoming = next(due, None)
+    began_s = time.monotonic()
+    next_show_s = next_sample_s = 0.0
+    load.start()
+    try:
+        while load.is_running():
+            elapsed_s = time.monotonic() - began_s
+            while upcoming is not None and upcoming.at_s <= elapsed_s:
+                faults.inject(upcoming)
+                upcoming = next(due, None)
+            faults.tend(time.monotonic())
+            crew.tend(time.monotonic())
+            if elapsed_s >= next_sample_s:
+                next_sample_s = elapsed_s + SAMPLE_S
+                for member, rss in crew.rss_bytes():
+                    name = f"{member.role}/{member.name} (pid {member.pid})"
+                    samples.setdefault(name, []).append((elapsed_s, rss))
+            if elapsed_s >= next_show_s:
+                next_show_s = elapsed_s + SHOW_S
+                show(_progress(options, crew, faults, load))
+            time.sleep(TURN_S)
+    finally:
+        load.stop()
+        faults.finish()
+    show(_progress(options, crew, faults, load))
+    return samples
+
+
+def _progress(options: ChaosOptions, crew: Crew, faults: Faults, load: Load) -> Progress:
+    return Progress(
+        num_ended=sum(s.finished_s is not None for s in load.sightings),
+        num_requests=options.num_requests,
+        num_tokens=sum(len(s.tokens) for s in load.sightings),
+        num_faults=len(faults.log.injected),
+        num_alive=sum(m.is_alive and not m.is_stuck for m in crew.members),
+    )

@@ -1,0 +1,207 @@
+"""`cellpipe chaos`: break a cluster on purpose, and see whether anything was lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from services.cli.settings import DEFAULT_MODEL, load_config, with_cluster_urls
+from services.cli.tree import EXIT_FAILED, app
+
+if TYPE_CHECKING:
+    from services.chaos.run import ChaosOptions, Progress
+    from services.chaos.schedule import FaultPlan
+    from shared.config import Config
+
+DEFAULT_FAULTS = {"kill": ["worker:2s"]}
+FaultTexts = list[str] | None
+
+
+def _fault(name: str, text: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(name, metavar="TARGET:PERIOD[:TIMES]", help=text)
+    return option
+
+
+@app.command()
+def chaos(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A catalog name or a path to a .gguf file.")
+    ] = DEFAULT_MODEL,
+    groups: Annotated[int, typer.Option("--groups", "-g", min=1, help="Layer groups.")] = 3,
+    workers: Annotated[
+        int, typer.Option("--workers", "-w", min=1, help="Workers of each group.")
+    ] = 2,
+    schedulers: Annotated[int, typer.Option(min=1, help="Schedulers.")] = 1,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests in all.")] = 100,
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.")] = 8,
+    kill: Annotated[
+        FaultTexts, _fault("--kill", "SIGKILL a worker or scheduler each PERIOD: worker:2s.")
+    ] = None,
+    stop: Annotated[
+        FaultTexts, _fault("--stop", "SIGTERM one, which then leaves clean: worker:5s.")
+    ] = None,
+    freeze: Annotated[
+        FaultTexts, _fault("--freeze", "SIGSTOP one, and SIGCONT it later: worker:10s.")
+    ] = None,
+    restart: Annotated[
+        FaultTexts,
+        _fault(
+            "--restart",
+            "Kill and restart a server: broker:30s, redis:45s (KV pages, all lost) "
+            "or meta:60s (records, kept).",
+        ),
+    ] = None,
+    garbage: Annotated[
+        FaultTexts, _fault("--garbage", "Publish what is no message into a queue: 5s.")
+    ] = None,
+    hang: Annotated[FaultTexts, _fault("--hang", "Let a worker's computation hang: 15s.")] = None,
+    frozen_for: Annotated[str, typer.Option(help="Time from SIGSTOP to SIGCONT.")] = "5s",
+    spare_last: Annotated[
+        bool,
+        typer.Option(
+            "--spare-last/--spare-nobody", help="Never strike the last live worker of a group."
+        ),
+    ] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same questions and faults.")] = 0,
+    patience: Annotated[str, typer.Option(help="Silence after which a request is stuck.")] = "60s",
+    memory: Annotated[str, typer.Option(help="Memory of each worker.")] = "256MiB",
+    hang_limit: Annotated[
+        float, typer.Option(min=1.0, help="Seconds after which a worker counts as hung.")
+    ] = 5.0,
+    cluster: Annotated[
+        bool,
+        typer.Option(
+            "--cluster",
+            help="Use the servers of CELLPIPE_AMQP_URL and CELLPIPE_REDIS_URL instead of private "
+            "ones; loads the model there and makes it the active one.",
+        ),
+    ] = False,
+    logs: Annotated[
+        Path | None, typer.Option(help="Keep the logs of all processes in this folder.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Break a cluster on purpose and prove that nothing was lost.
+
+    Starts servers and workers of its own, runs requests, injects faults, and compares each answer
+    with an undisturbed one, token by token. Exit code 1 if anything is lost, comes twice, hangs
+    or is wrong.
+
+    Example: cellpipe chaos --kill worker:2s --freeze worker:10s --restart broker:30s
+    """
+    from services.chaos.report import to_dict, to_lines
+    from services.chaos.run import ChaosOptions, run_chaos
+    from services.chaos.schedule import parse_duration
+
+    config = load_config(quiet=True)
+    texts = {
+        "kill": kill, "stop": stop, "freeze": freeze, "restart": restart, "garbage": garbage,
+        "hang": hang,
+    }  # fmt: skip
+    options = ChaosOptions(
+        model=model,
+        faults=_plans({name: given for name, given in texts.items() if given}),
+        num_groups=groups,
+        workers_per_group=workers,
+        num_schedulers=schedulers,
+        num_requests=requests,
+        concurrency=concurrency,
+        seed=seed,
+        patience_s=parse_duration(patience, field="--patience"),
+        frozen_s=parse_duration(frozen_for, field="--frozen-for"),
+        memory=memory,
+        hang_limit_s=hang_limit,
+        spare_last=spare_last,
+        cluster=_settings_of(config) if cluster else None,
+        log_folder=logs,
+    )
+    teller = _Teller(options)
+    verdict = run_chaos(options, say=teller.say, show=teller.show)
+    teller.end()
+    if as_json:
+        typer.echo(json.dumps(to_dict(verdict)))
+    else:
+        for line in to_lines(verdict):
+            typer.echo(line)
+    if not verdict.is_clean:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _plans(given: dict[str, list[str]]) -> tuple[FaultPlan, ...]:
+    from services.chaos.schedule import FaultKind, parse_fault
+
+    return tuple(
+        parse_fault(FaultKind(name), text)
+        for name, texts in (given or DEFAULT_FAULTS).items()
+        for text in texts
+    )
+
+
+def _settings_of(config: Config) -> dict[str, str]:
+    """The environment that makes our processes use the same servers."""
+    config = with_cluster_urls(config)
+    urls = {
+        "CELLPIPE_AMQP_URL": config.amqp_url,
+        "CELLPIPE_REDIS_URL": config.redis_url,
+        "CELLPIPE_REDIS_KV_URL": config.redis_kv_url,
+        "CELLPIPE_REDIS_WEIGHTS_URL": config.redis_weights_url,
+    }
+    return {name: url for name, url in urls.items() if url}
+
+
+class _Teller:
+    """Tells a person on standard error what happens: a status line on a terminal, else lines."""
+
+    def __init__(self, options: ChaosOptions) -> None:
+        self._began_s = time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+        self._status = ""
+        self._width = 0
+        self._next_line_s = 0.0
+        self.say(
+            f"seed {options.seed}, {options.num_requests} requests, "
+            f"{', '.join(f'{p.name} each {p.period_s:g} s' for p in options.faults)}"
+        )
+
+    def say(self, text: str) -> None:
+        self._clear()
+        print(f"{self._elapsed():>7} {text}", file=sys.stderr, flush=True)
+        self._draw()
+
+    def show(self, progress: Progress) -> None:
+        text = (
+            f"{progress.num_ended}/{progress.num_requests} answered, {progress.num_tokens} tokens, "
+            f"{progress.num_faults} faults, {progress.num_alive} processes awake"
+        )
+        if self._is_terminal:
+            self._clear()
+            self._status = text
+            self._draw()
+        elif time.monotonic() >= self._next_line_s:
+            self._next_line_s = time.monotonic() + 10.0
+            self.say(text)
+
+    def end(self) -> None:
+        self._clear()
+        self._status = ""
+
+    def _elapsed(self) -> str:
+        return f"{time.monotonic() - self._began_s:.1f}s"
+
+    def _clear(self) -> None:
+        if self._is_terminal and self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            self._width = 0
+
+    def _draw(self) -> None:
+        if self._is_terminal and self._status:
+            line = f"{self._elapsed():>7} {self._status}"[: os.get_terminal_size(2).columns - 1]
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            self._width = len(line)

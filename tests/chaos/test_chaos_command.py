@@ -1,0 +1,78 @@
+"""`cellpipe chaos` itself, small: a tiny model, real servers, a few faults of each kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gguf_files import TinyModel, write_gguf
+from tests.processes import cellpipe
+from tests.servers import load_servers_script
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf", TinyModel(layers=4))
+
+
+def chaos(tiny_gguf: Path, *options: str) -> tuple[int, dict[str, object], str]:
+    """Exit code, what --json printed, and what was told."""
+    if missing := load_servers_script().missing_software(("rabbitmq", "redis")):
+        pytest.skip(f"not installed: {missing}")
+    result = cellpipe(
+        "chaos", "--model", str(tiny_gguf), "--groups", "2", "--json", *options,
+        settings={"CELLPIPE_CACHE_DIR": str(tiny_gguf.parent)}, timeout_s=170,
+    )  # fmt: skip
+    assert result.stdout, result.stderr
+    return result.returncode, json.loads(result.stdout), result.stderr
+
+
+def test_nothing_is_lost_while_workers_die_freeze_and_garbage_comes(tiny_gguf: Path) -> None:
+    code, ledger, told = chaos(
+        tiny_gguf, "--requests", "60", "--concurrency", "4", "--seed", "1",
+        "--kill", "worker:1s", "--freeze", "worker:2s:1", "--frozen-for", "1s",
+        "--garbage", "1s",
+    )  # fmt: skip
+
+    assert code == 0, told + json.dumps(ledger)
+    assert ledger["accepted"] == ledger["completed"] == 60
+    assert [ledger[name] for name in ("lost", "duplicated", "stuck", "wrong")] == [0, 0, 0, 0]
+    assert ledger["num_leaked_keys"] == 0
+    assert ledger["recovery"]["kill worker"]["num_faults"] >= 1  # type: ignore[index]
+
+
+def test_rolling_sigterm_under_load_loses_nothing(tiny_gguf: Path) -> None:
+    code, ledger, told = chaos(
+        tiny_gguf, "--requests", "120", "--concurrency", "4", "--seed", "2",
+        "--stop", "worker:700ms", "--stop", "scheduler:3s", "--schedulers", "2",
+    )  # fmt: skip
+
+    assert code == 0, told + json.dumps(ledger)
+    assert ledger["accepted"] == ledger["completed"] == 120
+    assert ledger["recovery"]["stop worker"]["num_faults"] >= 2  # type: ignore[index]
+    assert "died by itself" not in ledger["named"]  # type: ignore[operator]
+
+
+def test_servers_that_it_did_not_start_are_never_restarted() -> None:
+    settings = {
+        "CELLPIPE_AMQP_URL": "amqp://127.0.0.1:1/",
+        "CELLPIPE_REDIS_URL": "redis://127.0.0.1:1/0",
+    }
+
+    result = cellpipe("chaos", "--cluster", "--restart", "broker:1s", settings=settings)
+
+    assert result.returncode == 2
+    assert "--cluster" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_fault_that_does_not_exist_is_refused_before_anything_starts() -> None:
+    result = cellpipe("chaos", "--kill", "gateway:2s")
+
+    assert result.returncode == 2
+    assert "gateway" in result.stderr
+    assert "Traceback" not in result.stderr
