@@ -1,7 +1,7 @@
 """Runs a worker as a process: loads shards, heartbeats, takes breaks, leaves clean.
 
 Knows what a process is (pid, memory, signals); the turn itself is `worker.py`, which groups it
-holds `placement.py`.
+holds `placement.py`. Longer than other modules: what a process is, is told in one place.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 One turn: take -> decode -> batch -> compute -> remember -> publish -> settle. Owns the order of
 those; knows no pika, no redis and no C. Everything it holds can be lost: the broker redelivers the
-steps and the store holds the rows.
+steps and the store holds the rows. Longer than other modules: it makes the parts that share a
+turn, each of which is a module of its own.
 
 B sequences in a batch, R rows in it, D hidden_size.
 """
