@@ -132,7 +132,10 @@ class Manifest:
                     remedy="load the model again with this version: cellpipe load MODEL",
                 )
             shards = tuple(_shard_from(s) for s in raw.pop("shards"))
-            return cls(shards=shards, **raw)
+            config = raw.pop("config")
+            if not isinstance(config, dict):
+                raise ModelError(f"the manifest's config is a {type(config).__name__}, not a map")
+            return cls(shards=shards, config=config, **raw)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(f"the manifest cannot be read: {error}") from error
 
