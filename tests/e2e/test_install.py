@@ -69,5 +69,4 @@ def test_an_installation_without_a_compiler_computes_and_warns_once(tmp_path: Pa
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("the C kernel is not built") == 1
     assert "Install a C compiler" in result.stderr
-    assert "install a C compiler" in result.stderr
     assert "3 tokens" in result.stderr
