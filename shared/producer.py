@@ -23,11 +23,15 @@ def new_request_id() -> str:
 
 
 class Producer:
-    """A connection of a user to a cluster, or to the embedded pipeline."""
+    """A connection of a user to a cluster, or to the embedded pipeline.
 
-    def __init__(self, broker: Broker, ledger: Ledger) -> None:
+    `gather_s` is how long `events` waits after each read, so that a read brings several tokens.
+    """
+
+    def __init__(self, broker: Broker, ledger: Ledger, *, gather_s: float = 0.0) -> None:
         self._broker = broker
         self._ledger = ledger
+        self._gather_s = gather_s
 
     def submit(self, request: Request, *, timeout_s: float = 10.0) -> None:
         """Hand a request over; when this returns, the broker has it and it will be answered.
@@ -71,6 +75,8 @@ class Producer:
                 after = event.event_id
             if events:
                 heard_s = time.monotonic()
+                if self._gather_s:
+                    time.sleep(self._gather_s)
                 continue
             if on_silence is not None:
                 on_silence()
