@@ -2,6 +2,7 @@
 
 Owns the request messages: each stays unacked until the request's final event is stored and its
 reply is confirmed, so a dead scheduler hands its requests to another by itself. Knows no kernel.
+Longer than other modules: it makes the parts that share a turn, each of which is one of its own.
 """
 
 from __future__ import annotations
