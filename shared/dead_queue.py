@@ -7,6 +7,7 @@ id is made from its body, so that it is the same the next time.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ MAX_LETTERS = 1_000  # at a time: a look must not fill memory
 FIRST_TAKE_S = 5.0
 NEXT_TAKE_S = 1.0
 CONFIRM_S = 10.0
+DEPTH_LOOK_S = 0.05
+MAX_DEPTH_LOOKS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ class DeadQueue:
     @contextmanager
     def _held(self) -> Iterator[list[Delivery]]:
         """The letters, unsettled; those that are still in the list at the end go back."""
-        waiting = min(self._broker.depth(DEAD_QUEUE) or 0, MAX_LETTERS)
+        waiting = min(self._settled_depth(), MAX_LETTERS)
         deliveries: list[Delivery] = []
         if not waiting:
             yield deliveries
@@ -114,6 +117,16 @@ class DeadQueue:
             for delivery in deliveries:
                 self._broker.reject(delivery, requeue=True)
             self._broker.cancel(DEAD_QUEUE)
+
+    def _settled_depth(self) -> int:
+        """How many letters there are, once what an earlier look gave back has arrived."""
+        depth = -1
+        for _ in range(MAX_DEPTH_LOOKS):
+            before, depth = depth, self._broker.depth(DEAD_QUEUE) or 0
+            if depth == before:
+                break
+            time.sleep(DEPTH_LOOK_S)
+        return depth
 
     def _settle(self, deliveries: list[Delivery], delivery: Delivery) -> None:
         self._broker.ack(delivery)
