@@ -130,7 +130,7 @@ def test_no_wrong_tokens_when_a_worker_is_frozen_and_comes_back(
     cluster: TinyCluster, point: str
 ) -> None:
     zombie = cluster.add(1, f"freeze@{point}:5", num_workers=3)
-    names = [f"freeze-{n}" for n in range(4)]
+    names = [f"freeze-{n}" for n in range(8)]
     cluster.submit(names)
     wait_until_stopped(zombie)
 
