@@ -16,18 +16,20 @@ import redis
 from services.loader.pull import default_cache_dir, resolve_model
 from shared.broker.rabbitmq import RabbitmqBroker
 from shared.errors import ModelError
+from shared.topology import DEAD_QUEUE, REQUESTS_QUEUE
 from tests.contract.redis_server import RedisServer
 from tests.servers import URL_VARIABLES, PrivateServers
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import delete_queue
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what failed with real servers once more: it acts on the clock of a machine that others
-    share. The summary shows each such test as a rerun, so that none stays unseen."""
-    for item in items:
-        if item.get_closest_marker("servers"):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+@pytest.fixture(autouse=True)
+def empty_control_queues(request: pytest.FixtureRequest) -> None:
+    """A test finds no request and no dead letter that another left on the shared broker."""
+    if "amqp_url" in request.fixturenames:
+        url = request.getfixturevalue("amqp_url")
+        for queue in (REQUESTS_QUEUE, DEAD_QUEUE):
+            delete_queue(url, queue)
 
 
 @pytest.fixture(scope="session")
