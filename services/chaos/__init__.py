@@ -1,11 +1,12 @@
 """Kills things on purpose and proves that nothing was lost.
 
 schedule   when which fault comes, from a seed; pure
-processes  the private servers, schedulers and workers of one run
 faults     does one fault to them and undoes it
-load       the requests, and what was seen of each
+questions  what is asked, from the seed; pure
 reference  the undisturbed answer that every request must equal
 verdict    counts what was seen; pure
 report     the verdict as text and as JSON
 run        all of it in order
+
+Servers, processes and load of a run are `shared.local_cluster`.
 """

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.chaos.processes import Crew, Member
 from services.chaos.schedule import Fault, FaultKind
-from services.chaos.servers import Servers
 from services.chaos.verdict import Injected
 from shared.broker.base import Broker, Outgoing
 from shared.errors import ConfirmTimeout, TransientError
+from shared.local_cluster.processes import Crew, Member
+from shared.local_cluster.servers import Servers
 
 # Broken in ways of their own; a number behind each tells one from another in the dead letters.
 GARBAGE = (b"\x93garbage ", b"", b"\x00" * 64, b'{"kind": "step.v1"} ', b"\x81\xa4kind\xa7step.v1 ")

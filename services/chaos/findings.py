@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from services.chaos.faults import FaultLog
-from services.chaos.load import Question, Sighting
-from services.chaos.processes import OwnDeath
 from services.chaos.schedule import FaultPlan
 from services.chaos.verdict import Observation, Verdict
 from shared.broker.base import Broker
 from shared.dead_queue import Letter
 from shared.errors import TransientError
+from shared.local_cluster.load import Question, Sighting
+from shared.local_cluster.processes import OwnDeath
 from shared.messages import FinishReason
 from shared.store.connection import Stores
 from shared.store.ledger import START, Ledger

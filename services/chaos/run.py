@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.chaos.faults import Faults
 from services.chaos.findings import judge_leftovers, observe, wait_until_settled
-from services.chaos.load import Load, Question, draw_questions
-from services.chaos.processes import Crew
+from services.chaos.questions import draw_questions
 from services.chaos.reference import ReferenceModel
 from services.chaos.schedule import FaultKind, FaultPlan, faults_of
-from services.chaos.servers import GivenServers, PrivateServers, Servers
 from services.chaos.verdict import (
     Verdict,
     judge_requests,
@@ -23,23 +21,21 @@ from services.chaos.verdict import (
     rss_slopes,
     slowest_waits,
 )
-from shared.broker.base import Broker
-from shared.broker.rabbitmq import RabbitmqBroker
 from shared.dead_queue import DeadQueue
-from shared.errors import ConfigError
+from shared.local_cluster.load import Load, Question
+from shared.local_cluster.processes import Crew
+from shared.local_cluster.servers import GivenServers, PrivateServers, Servers
+from shared.local_cluster.start import connections, wait_until_serving
 from shared.model.backend import pick_backend
 from shared.producer import Producer
-from shared.store.connection import Stores, connect
 from shared.store.ledger import Ledger
 from shared.store.presence import Presence
-from shared.store.presence_types import WorkerState
 from shared.store.shards import ShardStore
 from shared.topology import REQUESTS_QUEUE, Layout, group_queue
 
 TURN_S = 0.05
 SHOW_S = 2.0
 SAMPLE_S = 1.0
-START_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +88,9 @@ def run_chaos(
         say("starting servers" if options.cluster is None else "using the servers of the cluster")
         servers = _servers(options, folder)
         stack.callback(servers.close)
-        crew = stack.enter_context(Crew(servers.settings, logs))
+        crew = stack.enter_context(Crew(servers.settings, logs, can_hang=True))
         crew.run("load", options.model, "--groups", str(options.num_groups))
-        stores, broker = stack.enter_context(_connections(servers.settings))
+        stores, broker = stack.enter_context(connections(servers.settings))
         shards = ShardStore(stores.weights)
         layout = shards.active_layout("")
         questions, expected = _answer_undisturbed(options, shards, layout, say)
@@ -146,23 +142,6 @@ def _servers(options: ChaosOptions, folder: Path) -> Servers:
     return GivenServers(options.cluster)
 
 
-@contextmanager
-def _connections(settings: dict[str, str]) -> Iterator[tuple[Stores, Broker]]:
-    stores = connect(
-        settings["CELLPIPE_REDIS_URL"],
-        settings.get("CELLPIPE_REDIS_KV_URL"),
-        settings.get("CELLPIPE_REDIS_WEIGHTS_URL"),
-    )
-    try:
-        broker = RabbitmqBroker.connect(settings["CELLPIPE_AMQP_URL"])
-        try:
-            yield stores, broker
-        finally:
-            broker.close()
-    finally:
-        stores.close()
-
-
 def _answer_undisturbed(
     options: ChaosOptions, shards: ShardStore, layout: Layout, say: Callable[[str], None]
 ) -> tuple[list[Question], list[tuple[int, ...]]]:
@@ -200,19 +179,7 @@ def _start_crew(
             if any(plan.kind is FaultKind.HANG for plan in options.faults):
                 arguments += ["--hang-limit", str(options.hang_limit_s)]
             crew.add("worker", f"worker-{group}.{number}", *arguments, group=group)
-    pids = {member.pid for member in crew.members}
-    deadline_s = time.monotonic() + START_PATIENCE_S
-    while True:
-        serving = {w.pid for w in presence.workers(layout) if w.state is WorkerState.SERVING}
-        ready = serving | {scheduler.pid for scheduler in presence.schedulers()}
-        if pids <= ready:
-            return
-        dead = [member for member in crew.members if not member.is_alive]
-        if dead or time.monotonic() > deadline_s:
-            crew.tend(time.monotonic())
-            said = crew.own_deaths[0].log_tail if crew.own_deaths else "no answer in time"
-            raise ConfigError(f"the cluster does not come up: {said}")
-        time.sleep(TURN_S)
+    wait_until_serving(crew, layout, presence)
 
 
 def _disturb(

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil
 from statistics import median
+
+from shared.percentiles import percentile
 
 OVERLAPPING = "overlapping"
 # A wait of three times the usual one has been caused by something; 100 ms is scheduling noise.
@@ -216,13 +217,6 @@ def _waits(seen: Observation) -> list[tuple[float, float, bool]]:
     """(from, to, whether it is the one for the first token)."""
     times = [seen.submitted_s, *(at_s for at_s, _, _ in seen.seen)]
     return [(a, b, number == 0) for number, (a, b) in enumerate(pairwise(times))]
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """The nearest-rank percentile; None of nothing."""
-    if not values:
-        return None
-    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
 
 
 def rss_slopes(

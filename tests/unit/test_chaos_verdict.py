@@ -12,7 +12,6 @@ from services.chaos.verdict import (
     Injected,
     Observation,
     judge_requests,
-    percentile,
     recoveries,
     rss_slopes,
 )
@@ -157,15 +156,6 @@ def test_a_wait_with_a_restart_counts_for_the_restart() -> None:
 
     assert found["restart broker"].p99_s == pytest.approx(1.0)
     assert found["kill worker"].num_affected == 0
-
-
-def test_percentiles_are_values_that_were_seen() -> None:
-    values = [float(n) for n in range(1, 101)]
-
-    assert percentile(values, 0.5) == 50.0
-    assert percentile(values, 0.99) == 99.0
-    assert percentile([3.0], 0.99) == 3.0
-    assert percentile([], 0.5) is None
 
 
 def test_growing_memory_is_a_problem_once_it_was_watched_long_enough() -> None:

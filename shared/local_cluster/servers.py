@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
-from services.chaos.processes import ROOT
 from shared.errors import ConfigError
+from shared.local_cluster.processes import ROOT
 
 SCRIPT = ROOT / "infra" / "servers"
 # target of `--restart` -> (data folder, service of the script, whether its data survives)

@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import services
+import shared
 from shared.errors import ConfigError
 
 CELLPIPE = (sys.executable, "-m", "services.cli")
-ROOT = Path(services.__file__).resolve().parent.parent
+ROOT = Path(shared.__file__).resolve().parent.parent
 RESPAWN_S = 1.0
 LEAVE_S = 15.0
 
@@ -60,16 +60,25 @@ class OwnDeath:
 
 
 class Crew:
-    """All schedulers and workers of a run. A context manager that leaves nothing behind."""
+    """All schedulers and workers of a run. A context manager that leaves nothing behind.
+
+    With `can_hang`, its workers look for a file before each computation that `hang` makes.
+    """
 
     def __init__(
-        self, settings: Mapping[str, str], log_folder: Path, *, respawn_s: float = RESPAWN_S
+        self,
+        settings: Mapping[str, str],
+        log_folder: Path,
+        *,
+        respawn_s: float = RESPAWN_S,
+        can_hang: bool = False,
     ) -> None:
         self.members: list[Member] = []
         self.own_deaths: list[OwnDeath] = []
         self._settings = dict(settings)
         self._log_folder = log_folder
         self._respawn_s = respawn_s
+        self._can_hang = can_hang
 
     def run(self, *arguments: str, timeout_s: float = 600.0) -> None:
         """Run a command to its end. Raises `ConfigError` with what it said when it fails."""
@@ -89,7 +98,7 @@ class Crew:
 
     def add(self, role: str, name: str, *arguments: str, group: int | None = None) -> Member:
         member = Member(role, name, arguments, group)
-        if role == "worker":
+        if self._can_hang and role == "worker":
             member.hang_file = self._log_folder / f"{name}.hang"
         self.members.append(member)
         self._start(member)
