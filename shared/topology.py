@@ -16,6 +16,7 @@ QUEUE_SCHEMA = "v1"
 REQUESTS_QUEUE = f"cellpipe.{QUEUE_SCHEMA}.requests"
 DEAD_QUEUE = f"cellpipe.{QUEUE_SCHEMA}.dead"
 MAX_QUEUED_REQUESTS = 10_000
+NO_DELIVERY_LIMIT = 1_000_000
 LOAD_AGAIN = "load the model again: cellpipe load MODEL --groups N"
 # How long a step waits for the worker it was meant for before any worker of its group may take it.
 # Recovery after SIGKILL, 3 groups x 2 workers on 2 cores, p50 / p99: 1.2 / 2.4 s at 1,000 and
@@ -54,12 +55,15 @@ class QueueSpec:
 class Layout:
     """The cut of a model into layer groups.
 
-    Group i runs layers `bounds[i][0]` up to, not including, `bounds[i][1]`.
+    Group i runs layers `bounds[i][0]` up to, not including, `bounds[i][1]`. All its step queues are
+    of one `queue_type`, which is part of the `layout_id` and so of their names: a queue's type
+    cannot be changed, and whoever serves a layout agrees on it.
     """
 
     layout_id: str
     model_id: str
     bounds: tuple[tuple[int, int], ...]
+    queue_type: QueueType = QueueType.CLASSIC
 
     @property
     def num_groups(self) -> int:
@@ -75,7 +79,12 @@ class Layout:
 
     def to_json(self) -> str:
         return json.dumps(
-            {"layout_id": self.layout_id, "model_id": self.model_id, "bounds": self.bounds},
+            {
+                "layout_id": self.layout_id,
+                "model_id": self.model_id,
+                "bounds": self.bounds,
+                "queue_type": self.queue_type,
+            },
             separators=(",", ":"),
         )
 
@@ -85,8 +94,9 @@ class Layout:
         try:
             raw = json.loads(text)
             bounds = tuple((int(first), int(end)) for first, end in raw["bounds"])
-            layout = cls(str(raw["layout_id"]), str(raw["model_id"]), bounds)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            queue_type = QueueType(raw.get("queue_type", QueueType.CLASSIC))
+            layout = cls(str(raw["layout_id"]), str(raw["model_id"]), bounds, queue_type)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ModelError(f"the layout cannot be read: {error}", remedy=LOAD_AGAIN) from error
         ends = [0, *(end for _, end in bounds)]
         if not bounds or any(
@@ -99,7 +109,12 @@ class Layout:
         return layout
 
 
-def even_layout(model_id: str, num_hidden_layers: int, num_groups: int) -> Layout:
+def even_layout(
+    model_id: str,
+    num_hidden_layers: int,
+    num_groups: int,
+    queue_type: QueueType = QueueType.CLASSIC,
+) -> Layout:
     """Cut the layers into `num_groups` runs whose lengths differ by at most one, longer ones first.
 
     Raises `ConfigError` unless 1 <= num_groups <= num_hidden_layers.
@@ -115,7 +130,8 @@ def even_layout(model_id: str, num_hidden_layers: int, num_groups: int) -> Layou
         end = first + size + (group < extra)
         bounds.append((first, end))
         first = end
-    return Layout(f"even{num_groups}", model_id, tuple(bounds))
+    suffix = "" if queue_type is QueueType.CLASSIC else f"-{queue_type}"
+    return Layout(f"even{num_groups}{suffix}", model_id, tuple(bounds), queue_type)
 
 
 def check_layout(layout: Layout, manifest: Manifest) -> None:
@@ -164,6 +180,8 @@ def inbox_spec(
     """A worker's inbox for a group. What it does not take in time, the group's queue gets."""
     return QueueSpec(
         inbox_queue(worker_id, group),
+        layout.queue_type,
+        delivery_limit=_delivery_limit(layout.queue_type),
         dead_letter_queue=group_queue(layout.model_id, layout.layout_id, group),
         message_ttl_ms=ttl_ms,
         expires_ms=INBOX_EXPIRES_MS,
@@ -181,20 +199,27 @@ def control_queues() -> tuple[QueueSpec, ...]:
             QueueType.QUORUM,
             max_length=MAX_QUEUED_REQUESTS,
             dead_letter_queue=DEAD_QUEUE,
-            delivery_limit=1_000_000,
+            delivery_limit=NO_DELIVERY_LIMIT,
         ),
     )
 
 
-def group_queues(
-    layout: Layout, queue_type: QueueType = QueueType.CLASSIC
-) -> tuple[QueueSpec, ...]:
+def _delivery_limit(queue_type: QueueType) -> int | None:
+    """Attempts are counted by workers; a quorum queue of 4.x would end a step after 20 of its own.
+
+    Classic queues know no such limit.
+    """
+    return NO_DELIVERY_LIMIT if queue_type is QueueType.QUORUM else None
+
+
+def group_queues(layout: Layout) -> tuple[QueueSpec, ...]:
     """The step queues of a layout. Never bounded: a bounded decode cycle can deadlock."""
     return tuple(
         QueueSpec(
             group_queue(layout.model_id, layout.layout_id, group),
-            queue_type,
+            layout.queue_type,
             dead_letter_queue=DEAD_QUEUE,
+            delivery_limit=_delivery_limit(layout.queue_type),
         )
         for group in range(layout.num_groups)
     )

@@ -14,6 +14,7 @@ from services.cli.progress import StageBar
 from services.cli.settings import DEFAULT_MODEL, load_config
 from services.cli.tree import app
 from shared.config import Config, parse_size
+from shared.topology import QueueType
 
 if TYPE_CHECKING:
     from services.loader.layout import GroupPlan, ShardPlan
@@ -49,6 +50,10 @@ def load(
     memory: Annotated[
         str, typer.Option(help="Memory of one worker, to say whether each group fits.")
     ] = "256MiB",
+    queue_type: Annotated[
+        QueueType,
+        typer.Option(help="Type of the step queues, all of the layout. classic is faster."),
+    ] = QueueType.CLASSIC,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the layout; write nothing to Redis.")
     ] = False,
@@ -70,7 +75,12 @@ def load(
     budget_bytes = parse_size(memory, field="--memory")
     packed = _packed(config, model)
     manifest = packed.manifest
-    layout = even_layout(manifest.model_id, manifest.config["num_hidden_layers"], groups)
+    layout = even_layout(
+        manifest.model_id,
+        manifest.config["num_hidden_layers"],
+        groups,
+        queue_type,
+    )
     plans = plan_layout(manifest, layout, budget_bytes=budget_bytes)
     if dry_run:
         if as_json:
