@@ -11,7 +11,7 @@ from shared.config import Config
 from shared.errors import CellpipeError, ConfigError, ModelError
 from shared.store.connection import Stores, connect
 from shared.store.presence import Presence
-from shared.store.presence_types import SchedulerInfo, WorkerInfo
+from shared.store.presence_types import STAGES, SchedulerInfo, WorkerInfo
 from shared.store.shards import ShardStore
 from shared.topology import (
     DEAD_QUEUE,
@@ -49,7 +49,11 @@ class Overview:
     problems: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        shown = asdict(self)
+        for entry, worker in zip(shown["workers"], self.workers, strict=True):
+            del entry["stage_us"]
+            entry["stages_us"] = _mean_stages_us(worker)
+        return shown
 
 
 def read_overview(config: Config) -> Overview:
@@ -118,6 +122,16 @@ def _read_broker(overview: Overview, amqp_url: str, layout: Layout | None) -> No
             state.queue_depth = broker.depth(queue)
     finally:
         broker.close()
+
+
+def _mean_stages_us(worker: WorkerInfo) -> dict[str, float]:
+    """What a decode step waits for at a worker, on average; empty before its first one."""
+    if not worker.num_decode_steps:
+        return {}
+    return {
+        name: round(total_us / worker.num_decode_steps, 1)
+        for name, total_us in zip(STAGES, worker.stage_us, strict=False)
+    }
 
 
 def _known(number: int | None) -> str:

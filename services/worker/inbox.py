@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import structlog
@@ -104,6 +105,7 @@ class Inbox:
         return True
 
     def _admit(self, delivery: Delivery) -> None:
+        began_ns = time.perf_counter_ns()
         try:
             step = codec.decode(delivery.body)
         except PermanentError as error:
@@ -118,7 +120,9 @@ class Inbox:
         else:
             came_before = delivery.redelivered or bool(delivery.handed_over_from)
             is_suspect = came_before or self._is_redriven(step)
-            self._items.append(Pending(delivery, step, is_suspect=is_suspect))
+            item = Pending(delivery, step, is_suspect=is_suspect)
+            item.decode_ns = time.perf_counter_ns() - began_ns
+            self._items.append(item)
 
     def _refuse(self, delivery: Delivery, reason: str) -> None:
         log.warning("step_refused", queue=delivery.queue, reason=reason, bytes=len(delivery.body))

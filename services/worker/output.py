@@ -22,6 +22,7 @@ from services.worker.remember import write_rows
 from services.worker.router import worker_of
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
+from services.worker.stages import CONFIRM, PUBLISH, REDIS, Stages
 from services.worker.steps import next_group_step, routed
 from services.worker.tokens import Ended, GoOn, OutOfOrder, sample_and_commit
 from shared.broker.base import Confirm
@@ -51,6 +52,7 @@ class Output:
         worker_id: str,
         confirm_timeout_s: float,
         faults: Faults | None,
+        stages: Stages,
     ) -> None:
         self._layout = layout
         self._layer_groups = layer_groups
@@ -63,6 +65,7 @@ class Output:
         self._worker_id = worker_id
         self._confirm_timeout_s = confirm_timeout_s
         self._faults = faults
+        self._stages = stages
 
     def pass_on(self, slices: Sequence[Slice], hidden: FloatRows) -> None:
         """Store the KV rows of slices of one group, commit their tokens, send what follows.
@@ -79,6 +82,7 @@ class Output:
             following = self._commit_tokens(slices, hidden[ends - 1])
             reached(self._faults, Point.COMMIT, slices)
             confirm = self._sender.publish(following)
+            self._stages.lap(PUBLISH)
             reached(self._faults, Point.PUBLISH, slices)
         else:
             confirm = self._sender.publish(
@@ -87,15 +91,18 @@ class Output:
                     for piece, end in zip(slices, ends, strict=True)
                 ]
             )
+            self._stages.lap(PUBLISH)
             reached(self._faults, Point.PUBLISH, slices)
             self._write_rows(slices)  # beside the publish: both end before the ack
         if confirm is not None:
             confirm.wait(self._confirm_timeout_s)
+        self._stages.lap(CONFIRM)
         reached(self._faults, Point.CONFIRM, slices)
 
     def _write_rows(self, slices: Sequence[Slice]) -> None:
         if self._kv_pages is not None:
             write_rows(slices, self._cache_of, self._kv_pages, self._ledger)
+        self._stages.lap(REDIS)
         reached(self._faults, Point.WRITE, slices)
 
     def _commit_tokens(self, slices: Sequence[Slice], last_rows: FloatRows) -> list[Step]:
@@ -110,6 +117,7 @@ class Output:
             last_rows[ends],
             self._layer_groups[self._layout.last_group],
             self._ledger,
+            self._stages,
         )
         following = []
         for piece, outcome in zip(pieces, outcomes, strict=True):

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from services.worker.router import Peer, choose_worker, worker_of
+from services.worker.stages import sent_now
 from shared import codec
-from shared.broker.base import Broker, Confirm, Outgoing
+from shared.broker.base import Broker, Confirm, Headers, Outgoing
 from shared.errors import StoreDamaged, StoreUnavailable
 from shared.messages import Step
 from shared.store.presence_types import WorkerInfo
@@ -56,15 +57,19 @@ class Sender:
         """Send steps to the workers that their routes name. None when there is nothing to send."""
         if not steps:
             return None
-        return self._broker.publish([self._addressed(step) for step in steps])
+        bodies = [codec.encode(step) for step in steps]
+        headers = sent_now()
+        return self._broker.publish(
+            [self._addressed(step, body, headers) for step, body in zip(steps, bodies, strict=True)]
+        )
 
-    def _addressed(self, step: Step) -> Outgoing:
+    def _addressed(self, step: Step, body: bytes, headers: Headers) -> Outgoing:
         shared = group_queue(self._layout.model_id, self._layout.layout_id, step.group)
         worker_id = worker_of(step.route, step.group)
         if worker_id:
             inbox = inbox_queue(worker_id, step.group)
-            return Outgoing(inbox, codec.encode(step), instead=shared)
-        return Outgoing(shared, codec.encode(step))
+            return Outgoing(inbox, body, headers=headers, instead=shared)
+        return Outgoing(shared, body, headers=headers)
 
     def _refresh_when_due(self) -> None:
         now_s = self._clock()

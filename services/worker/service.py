@@ -309,6 +309,10 @@ class WorkerService:
             num_failures=worker.quarantine.num_failures if worker else 0,
             turn_us=round(worker.turn_s * 1e6) if worker else 0,
             reason=self._reason,
+            num_decode_steps=worker.stages.num_steps if worker else 0,
+            num_decode_turns=worker.stages.num_turns if worker else 0,
+            stage_us=worker.stages.totals_us() if worker else (),
+            told_unix_ms=time.time_ns() // 1_000_000,
         )
 
     def _num_steps(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.stages import COMPUTE, REDIS, Stages
 from services.worker.steps import decode_step
 from services.worker.verdict import finish_reason
 from shared.errors import StoreDamaged
@@ -48,6 +49,7 @@ def sample_and_commit(
     last_rows: npt.NDArray[np.float32],
     layer_group: LayerGroup,
     ledger: Ledger,
+    stages: Stages,
 ) -> list[Outcome]:
     """Sample one token for each step from its last hidden row (B, D), and commit it.
 
@@ -57,10 +59,10 @@ def sample_and_commit(
     if not steps:
         return []
     logits = layer_group.logits(last_rows)  # (B, V)
-    return [_commit(step, row, ledger) for step, row in zip(steps, logits, strict=True)]
+    return [_commit(step, row, ledger, stages) for step, row in zip(steps, logits, strict=True)]
 
 
-def _commit(step: Step, logits: npt.NDArray[np.float32], ledger: Ledger) -> Outcome:
+def _commit(step: Step, logits: npt.NDArray[np.float32], ledger: Ledger, stages: Stages) -> Outcome:
     position = step.position + step.num_positions
     params = step.sampling
     assert params.seed is not None, "a step always carries its seed"
@@ -73,10 +75,13 @@ def _commit(step: Step, logits: npt.NDArray[np.float32], ledger: Ledger) -> Outc
         position=position,
     )
     reason = finish_reason(step, token_id=token_id, position=position)
+    stages.lap(COMPUTE)
     try:
         result = ledger.commit(step.request_id, step.epoch, position, token_id, reason)
     except StoreDamaged as error:  # of this request alone: its neighbours go on
         return OutOfOrder(str(error))
+    finally:
+        stages.lap(REDIS)
     match result:
         case Committed():
             pass

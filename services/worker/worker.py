@@ -30,6 +30,7 @@ from services.worker.quarantine import Quarantine
 from services.worker.readiness import Readiness, unix_ms
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
+from services.worker.stages import COMPUTE, PREPARE, SETTLE, Stages
 from services.worker.suspects import Suspects
 from services.worker.verdict import step_problem
 from services.worker.watchdog import Watchdog
@@ -87,6 +88,7 @@ class Worker:
     ) -> None:
         self.num_steps_done = 0
         self.quarantine = Quarantine()
+        self.stages = Stages()
         self.turn_s = 0.0  # of late, exponentially smoothed
         self.last_step_unix_ms = 0
         self._layout = layout
@@ -155,6 +157,7 @@ class Worker:
             worker_id=self._worker_id,
             confirm_timeout_s=limits.confirm_timeout_s,
             faults=faults,
+            stages=self.stages,
         )
         for group, layer_group in layer_groups.items():
             self.serve_group(group, layer_group)
@@ -253,7 +256,9 @@ class Worker:
         self._inbox.hand_back(item)
 
     def _run(self, slices: Sequence[Slice]) -> int:
+        self.stages.begin()
         slices = self._readiness.ready(slices)
+        self.stages.lap(PREPARE)
         if not slices:
             return 0
         started_s = self._clock()
@@ -262,10 +267,13 @@ class Worker:
             with self._computing():
                 reached(self._faults, Point.COMPUTE, slices)
                 hidden = forward_batch(self._layer_groups[group], slices, self._cache)  # (R, D)
+            self.stages.lap(COMPUTE)
             self._output.pass_on(slices, hidden)
         except KernelError as error:  # nothing was published yet: sampling comes before
             return self._isolate(slices, error)
         settled = sum(self._settle(group, piece) for piece in slices)
+        self.stages.lap(SETTLE)
+        self.stages.end(slices)
         now_s = self._clock()
         self.turn_s += TURN_WEIGHT * (now_s - started_s - self.turn_s)
         log.debug(

@@ -53,7 +53,8 @@ class Delivery:
     """A message as it was delivered. `tag` is for the broker that delivered it alone.
 
     `handed_over_from` is the queue it was first published to, if its time limit or a reject moved
-    it here, else "": `redelivered` then tells only what happened here.
+    it here, else "": `redelivered` then tells only what happened here. `arrived_unix_us` is when
+    it came into this process, 0 for unknown.
     """
 
     queue: str
@@ -65,6 +66,7 @@ class Delivery:
     tag: Any = field(repr=False)
     headers: Headers = ()
     handed_over_from: str = ""
+    arrived_unix_us: int = 0
 
 
 def refuse_oversized(messages: Sequence[Outgoing]) -> None:

@@ -9,6 +9,13 @@ from typing import Any, Self
 
 from shared.errors import DecodeError
 
+# What a decode step waits for at one worker: on its way from the one before, until its turn comes,
+# for its bytes to become a step, for the last look, the layers, the store, and to be sent on. What
+# follows is not on its way: the confirm, and the ack.
+STAGES = (
+    "broker", "queue", "decode", "prepare", "compute", "redis", "publish", "confirm", "settle",
+)  # fmt: skip
+
 
 class WorkerState(StrEnum):
     """What a worker is doing."""
@@ -68,7 +75,8 @@ class WorkerInfo(_Presence):
     is its budget, 0 for none. `num_steps` counts the steps it has computed, `num_failures` those it
     could not; `num_pending` waited for their turn at the last heartbeat, and `num_active` requests
     had one lately; `turn_us` is how long a turn takes of late. `reason` says why it is in a state
-    that is not its usual one.
+    that is not its usual one. `stage_us` are sums over `num_decode_steps` steps in
+    `num_decode_turns` batches, in the order of `STAGES`. `told_unix_ms` is when it told all that.
     """
 
     worker_id: str
@@ -88,6 +96,10 @@ class WorkerInfo(_Presence):
     num_failures: int = 0
     turn_us: int = 0
     reason: str = ""
+    num_decode_steps: int = 0
+    num_decode_turns: int = 0
+    stage_us: tuple[int, ...] = ()
+    told_unix_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,16 @@ of the old one are dropped when they are settled, for the broker gives them out 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
-from shared.broker.base import Delivery
+from shared.broker.base import Delivery, Headers
 from shared.broker.rabbitmq.control import NOT_FOUND, refuse, resolve
 from shared.broker.rabbitmq.link import Connection, IoThread, backoff_s, describe
 from shared.errors import BrokerUnavailable, ConfigError
@@ -162,6 +163,7 @@ class Subscriptions:
         def receive(_: Any, method: Any, properties: Any, body: bytes) -> None:
             tag = method.delivery_tag
             unsettled.add(tag)
+            headers, handed_over_from = _read_headers(properties.headers)
             delivery = Delivery(
                 queue,
                 body,
@@ -170,9 +172,10 @@ class Subscriptions:
                 properties.correlation_id or "",
                 properties.reply_to or "",
                 (subscription, tag),
+                headers,
+                handed_over_from,
+                time.time_ns() // 1000,
             )
-            if properties.headers:
-                delivery = replace(delivery, **_read_headers(properties.headers))
             with self._arrived:
                 self._inbox.append(delivery)
                 self._arrived.notify()
@@ -247,15 +250,14 @@ class Subscriptions:
         return theirs
 
 
-def _read_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """A delivery's fields from AMQP headers: ours are texts, the broker adds its own."""
+def _read_headers(headers: Mapping[str, Any] | None) -> tuple[Headers, str]:
+    """A delivery's headers and where it came from: ours are texts, the broker adds its own."""
+    if not headers:
+        return (), ""
     texts = tuple(
         (name, value)
         for name, value in headers.items()
         if isinstance(value, str) and not name.startswith(BROKER_HEADERS)
     )
     first_queue = headers.get("x-first-death-queue")
-    return {
-        "headers": texts,
-        "handed_over_from": first_queue if isinstance(first_queue, str) else "",
-    }
+    return texts, first_queue if isinstance(first_queue, str) else ""
