@@ -13,6 +13,7 @@ import services.cli.generate  # isort: skip
 import services.cli.models  # isort: skip
 import services.cli.cluster  # isort: skip
 import services.cli.bench  # isort: skip
+import services.cli.bench_cluster  # isort: skip
 import services.cli.operate  # isort: skip
 import services.cli.chaos  # noqa: F401  # isort: skip
 from services.cli.tree import EXIT_FAILED, EXIT_INTERRUPTED, app, exit_code_of

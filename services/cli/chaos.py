@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.cli.progress import Teller
 from services.cli.settings import DEFAULT_MODEL, load_config, with_cluster_urls
 from services.cli.tree import EXIT_FAILED, app
 
 if TYPE_CHECKING:
-    from services.chaos.run import ChaosOptions, Progress
+    from services.chaos.run import Progress
     from services.chaos.schedule import FaultPlan
     from shared.config import Config
 
@@ -121,8 +119,12 @@ def chaos(
         cluster=_settings_of(config) if cluster else None,
         log_folder=logs,
     )
-    teller = _Teller(options)
-    verdict = run_chaos(options, say=teller.say, show=teller.show)
+    teller = Teller()
+    teller.say(
+        f"seed {options.seed}, {options.num_requests} requests, "
+        f"{', '.join(f'{p.name} each {p.period_s:g} s' for p in options.faults)}"
+    )
+    verdict = run_chaos(options, say=teller.say, show=lambda seen: teller.show(_shown(seen)))
     teller.end()
     if as_json:
         typer.echo(json.dumps(to_dict(verdict)))
@@ -155,53 +157,8 @@ def _settings_of(config: Config) -> dict[str, str]:
     return {name: url for name, url in urls.items() if url}
 
 
-class _Teller:
-    """Tells a person on standard error what happens: a status line on a terminal, else lines."""
-
-    def __init__(self, options: ChaosOptions) -> None:
-        self._began_s = time.monotonic()
-        self._is_terminal = sys.stderr.isatty()
-        self._status = ""
-        self._width = 0
-        self._next_line_s = 0.0
-        self.say(
-            f"seed {options.seed}, {options.num_requests} requests, "
-            f"{', '.join(f'{p.name} each {p.period_s:g} s' for p in options.faults)}"
-        )
-
-    def say(self, text: str) -> None:
-        self._clear()
-        print(f"{self._elapsed():>7} {text}", file=sys.stderr, flush=True)
-        self._draw()
-
-    def show(self, progress: Progress) -> None:
-        text = (
-            f"{progress.num_ended}/{progress.num_requests} answered, {progress.num_tokens} tokens, "
-            f"{progress.num_faults} faults, {progress.num_alive} processes awake"
-        )
-        if self._is_terminal:
-            self._clear()
-            self._status = text
-            self._draw()
-        elif time.monotonic() >= self._next_line_s:
-            self._next_line_s = time.monotonic() + 10.0
-            self.say(text)
-
-    def end(self) -> None:
-        self._clear()
-        self._status = ""
-
-    def _elapsed(self) -> str:
-        return f"{time.monotonic() - self._began_s:.1f}s"
-
-    def _clear(self) -> None:
-        if self._is_terminal and self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-            self._width = 0
-
-    def _draw(self) -> None:
-        if self._is_terminal and self._status:
-            line = f"{self._elapsed():>7} {self._status}"[: os.get_terminal_size(2).columns - 1]
-            sys.stderr.write(line)
-            sys.stderr.flush()
-            self._width = len(line)
+def _shown(progress: Progress) -> str:
+    return (
+        f"{progress.num_ended}/{progress.num_requests} answered, {progress.num_tokens} tokens, "
+        f"{progress.num_faults} faults, {progress.num_alive} processes awake"
+    )

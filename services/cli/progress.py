@@ -1,7 +1,10 @@
-"""Draws the progress of long work on standard error. Knows nothing of the work."""
+"""Tells of the progress of long work on standard error. Knows nothing of the work."""
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from types import TracebackType
 
 from rich.console import Console
@@ -52,3 +55,48 @@ class StageBar:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+
+class Teller:
+    """Tells a person on standard error what happens: a status line on a terminal, else lines."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+        self._status = ""
+        self._width = 0
+        self._next_line_s = 0.0
+
+    def say(self, text: str) -> None:
+        self._clear()
+        print(f"{self._elapsed():>7} {text}", file=sys.stderr, flush=True)
+        self._draw()
+
+    def show(self, text: str) -> None:
+        """The status from now on; without a terminal one in ten seconds is a line."""
+        if self._is_terminal:
+            self._clear()
+            self._status = text
+            self._draw()
+        elif time.monotonic() >= self._next_line_s:
+            self._next_line_s = time.monotonic() + 10.0
+            self.say(text)
+
+    def end(self) -> None:
+        self._clear()
+        self._status = ""
+
+    def _elapsed(self) -> str:
+        return f"{time.monotonic() - self._began_s:.1f}s"
+
+    def _clear(self) -> None:
+        if self._is_terminal and self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            self._width = 0
+
+    def _draw(self) -> None:
+        if self._is_terminal and self._status:
+            line = f"{self._elapsed():>7} {self._status}"[: os.get_terminal_size(2).columns - 1]
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            self._width = len(line)

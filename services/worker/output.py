@@ -22,7 +22,7 @@ from services.worker.remember import write_rows
 from services.worker.router import worker_of
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
-from services.worker.stages import CONFIRM, PUBLISH, REDIS, Stages
+from services.worker.stages import CONFIRM, REDIS, Stages
 from services.worker.steps import next_group_step, routed
 from services.worker.tokens import Ended, GoOn, OutOfOrder, sample_and_commit
 from shared.broker.base import Confirm
@@ -82,7 +82,6 @@ class Output:
             following = self._commit_tokens(slices, hidden[ends - 1])
             reached(self._faults, Point.COMMIT, slices)
             confirm = self._sender.publish(following)
-            self._stages.lap(PUBLISH)
             reached(self._faults, Point.PUBLISH, slices)
         else:
             confirm = self._sender.publish(
@@ -91,8 +90,8 @@ class Output:
                     for piece, end in zip(slices, ends, strict=True)
                 ]
             )
-            self._stages.lap(PUBLISH)
             reached(self._faults, Point.PUBLISH, slices)
+            self._stages.lap(CONFIRM)
             self._write_rows(slices)  # beside the publish: both end before the ack
         if confirm is not None:
             confirm.wait(self._confirm_timeout_s)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from services.worker.router import Peer, choose_worker, worker_of
-from services.worker.stages import sent_now
+from services.worker.stages import PUBLISH, Stages
 from shared import codec
-from shared.broker.base import Broker, Confirm, Headers, Outgoing
+from shared.broker.base import Broker, Confirm, Outgoing
 from shared.errors import StoreDamaged, StoreUnavailable
 from shared.messages import Step
 from shared.store.presence_types import WorkerInfo
@@ -34,11 +34,13 @@ class Sender:
         *,
         read_peers: Callable[[], Sequence[WorkerInfo]] | None,
         clock: Callable[[], float],
+        stages: Stages,
     ) -> None:
         self._broker = broker
         self._layout = layout
         self._read_peers = read_peers
         self._clock = clock
+        self._stages = stages
         self._peers: dict[str, Peer] = {}
         self._refresh_at_s = 0.0
 
@@ -57,19 +59,17 @@ class Sender:
         """Send steps to the workers that their routes name. None when there is nothing to send."""
         if not steps:
             return None
-        bodies = [codec.encode(step) for step in steps]
-        headers = sent_now()
-        return self._broker.publish(
-            [self._addressed(step, body, headers) for step, body in zip(steps, bodies, strict=True)]
-        )
+        outgoing = [self._addressed(step) for step in steps]
+        self._stages.lap(PUBLISH)  # what follows is on the way with the messages
+        return self._broker.publish(outgoing)
 
-    def _addressed(self, step: Step, body: bytes, headers: Headers) -> Outgoing:
+    def _addressed(self, step: Step) -> Outgoing:
         shared = group_queue(self._layout.model_id, self._layout.layout_id, step.group)
         worker_id = worker_of(step.route, step.group)
         if worker_id:
             inbox = inbox_queue(worker_id, step.group)
-            return Outgoing(inbox, body, headers=headers, instead=shared)
-        return Outgoing(shared, body, headers=headers)
+            return Outgoing(inbox, codec.encode(step), instead=shared)
+        return Outgoing(shared, codec.encode(step))
 
     def _refresh_when_due(self) -> None:
         now_s = self._clock()

@@ -8,21 +8,34 @@ on the way, in this process, decoding. Costs a few microseconds a step, and so i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable
 
-from services.worker.batch import Pending, Slice
-from shared.broker.base import Delivery, Headers
+from services.worker.batch import Slice
 from shared.store.presence_types import STAGES
 
 BROKER, QUEUE, DECODE, PREPARE, COMPUTE, REDIS, PUBLISH, CONFIRM, SETTLE = range(len(STAGES))
-SENT_HEADER: Final = "sent-us"
+
+
+def unix_us() -> int:
+    return time.time_ns() // 1000
 
 
 class Stages:
     """Sums over all decode steps of one worker; steps of a prompt are left out."""
 
-    def __init__(self) -> None:
+    __slots__ = (
+        "_began_unix_us", "_clock_ns", "_mark_ns", "_sums_ns", "_turn_ns", "_unix_us", "num_steps",
+        "num_turns",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+        unix_us: Callable[[], int] = unix_us,
+    ) -> None:
+        self._clock_ns = clock_ns
+        self._unix_us = unix_us
         self.num_turns = 0
         self.num_steps = 0
         self._sums_ns = [0] * len(STAGES)
@@ -33,56 +46,40 @@ class Stages:
     def begin(self) -> None:
         """A turn starts; one that was not ended counts for nothing."""
         self._turn_ns = [0] * len(STAGES)
-        self._mark_ns = time.perf_counter_ns()
-        self._began_unix_us = unix_us()
+        self._mark_ns = self._clock_ns()
+        self._began_unix_us = self._unix_us()
 
     def lap(self, stage: int) -> None:
         """What passed since the last lap belongs to a stage."""
-        now_ns = time.perf_counter_ns()
+        now_ns = self._clock_ns()
         self._turn_ns[stage] += now_ns - self._mark_ns
         self._mark_ns = now_ns
 
     def end(self, slices: Iterable[Slice]) -> None:
         """The turn computed these."""
-        items = [piece.pending for piece in slices if piece.pending.step.num_positions == 1]
-        if not items:
-            return
-        self.num_turns += 1
-        self.num_steps += len(items)
-        sums_ns = self._sums_ns
-        for stage, spent_ns in enumerate(self._turn_ns):
-            sums_ns[stage] += spent_ns * len(items)
-        for item in items:
-            self._add_arrival(item)
+        num_steps = arriving_us = waiting_us = decoding_ns = 0
+        for piece in slices:
+            item = piece.pending
+            if item.step.num_positions > 1:
+                continue
+            num_steps += 1
+            delivery = item.delivery
+            if arrived_us := delivery.arrived_unix_us:
+                decoding_ns += item.decode_ns
+                waiting_us += self._began_unix_us - arrived_us
+                if sent_us := delivery.sent_unix_us:
+                    # By two machines' clocks if there are two: then it holds their difference.
+                    arriving_us += arrived_us - sent_us
+        if num_steps:
+            self.num_turns += 1
+            self.num_steps += num_steps
+            turn_ns = self._turn_ns
+            sums_ns = [a + b * num_steps for a, b in zip(self._sums_ns, turn_ns, strict=True)]
+            sums_ns[BROKER] += arriving_us * 1000
+            sums_ns[QUEUE] += waiting_us * 1000 - decoding_ns
+            sums_ns[DECODE] += decoding_ns
+            self._sums_ns = sums_ns
 
     def totals_us(self) -> tuple[int, ...]:
         """Microseconds of all decode steps together, in the order of `STAGES`."""
         return tuple(spent_ns // 1000 for spent_ns in self._sums_ns)
-
-    def _add_arrival(self, item: Pending) -> None:
-        arrived_unix_us = item.delivery.arrived_unix_us
-        if not arrived_unix_us:
-            return
-        sums_ns = self._sums_ns
-        sums_ns[DECODE] += item.decode_ns
-        sums_ns[QUEUE] += (self._began_unix_us - arrived_unix_us) * 1000 - item.decode_ns
-        if sent_unix_us := sent_at(item.delivery):
-            # By two machines' clocks if there are two: then it holds their difference.
-            sums_ns[BROKER] += (arrived_unix_us - sent_unix_us) * 1000
-
-
-def unix_us() -> int:
-    return time.time_ns() // 1000
-
-
-def sent_now() -> Headers:
-    """What tells the receiver when a message left."""
-    return ((SENT_HEADER, str(unix_us())),)
-
-
-def sent_at(delivery: Delivery) -> int:
-    """Unix microseconds; 0 when the sender said nothing that can be read."""
-    for name, text in delivery.headers:
-        if name == SENT_HEADER and text.isascii() and text.isdigit() and len(text) < 20:
-            return int(text)
-    return 0

@@ -148,6 +148,7 @@ class Worker:
                 layout,
                 read_peers=membership.read_peers if membership else None,
                 clock=clock,
+                stages=self.stages,
             ),
             ledger=ledger,
             kv_pages=kv_pages,

@@ -53,8 +53,9 @@ class Delivery:
     """A message as it was delivered. `tag` is for the broker that delivered it alone.
 
     `handed_over_from` is the queue it was first published to, if its time limit or a reject moved
-    it here, else "": `redelivered` then tells only what happened here. `arrived_unix_us` is when
-    it came into this process, 0 for unknown.
+    it here, else "": `redelivered` then tells only what happened here. `sent_unix_us` is when
+    its publisher handed it over, by that machine's clock, and `arrived_unix_us` when it came into
+    this process; 0 for unknown.
     """
 
     queue: str
@@ -66,6 +67,7 @@ class Delivery:
     tag: Any = field(repr=False)
     headers: Headers = ()
     handed_over_from: str = ""
+    sent_unix_us: int = 0
     arrived_unix_us: int = 0
 
 

@@ -10,8 +10,8 @@ from typing import Any, Self
 from shared.errors import DecodeError
 
 # What a decode step waits for at one worker: on its way from the one before, until its turn comes,
-# for its bytes to become a step, for the last look, the layers, the store, and to be sent on. What
-# follows is not on its way: the confirm, and the ack.
+# for its bytes to become a step, for the last look, the layers and the sampler, the store, and to
+# become the bytes of the next. What follows is not on its way: the confirm, and the ack.
 STAGES = (
     "broker", "queue", "decode", "prepare", "compute", "redis", "publish", "confirm", "settle",
 )  # fmt: skip

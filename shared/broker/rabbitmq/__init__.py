@@ -3,6 +3,8 @@
     address        URL -> connection parameters
     link           the IO thread, connections that come back
     publisher      confirm mode, returns, deadlines
+    ids            what a message's id says
+    raw            pika alone, to compare with
     control        declare and depth
     subscriptions  consumers, inbox, settling
 

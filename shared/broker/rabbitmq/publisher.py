@@ -18,6 +18,7 @@ import pika.spec
 import structlog
 
 from shared.broker.base import Outgoing, refuse_oversized
+from shared.broker.rabbitmq.ids import message_id, tag_of, unix_us
 from shared.broker.rabbitmq.link import Connection, IoThread, describe
 from shared.errors import (
     BrokerUnavailable,
@@ -36,10 +37,13 @@ MAX_WAITING_BYTES = 64 << 20
 class PendingConfirm:
     """A `Confirm` that the IO thread resolves, once, when its last message is settled."""
 
-    __slots__ = ("_claim", "_latch", "_sent", "_settled", "deadline", "error", "num_open")
+    __slots__ = (
+        "_claim", "_latch", "_sent", "_settled", "began_unix_us", "deadline", "error", "num_open",
+    )  # fmt: skip
 
     def __init__(self, num_messages: int, deadline: float) -> None:
         self.deadline = deadline  # of time.monotonic()
+        self.began_unix_us = unix_us()
         self.num_open = num_messages
         self.error: TransientError | None = None
         self._sent = False
@@ -179,8 +183,7 @@ class Publisher:
                     correlation_id=message.correlation_id or None,
                     reply_to=message.reply_to or None,
                     headers=dict(message.headers) if message.headers else None,
-                    # A return names no delivery tag: this is how it finds its message.
-                    message_id=str(self._last_tag),
+                    message_id=message_id(self._last_tag, confirm.began_unix_us),
                 ),
                 mandatory=True,  # else a confirm for a queue that does not exist means nothing
             )
@@ -215,7 +218,7 @@ class Publisher:
 
     def _on_return(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
         # Comes before the ack of the same message.
-        self._returned[int(properties.message_id)] = Unroutable(
+        self._returned[tag_of(properties.message_id)] = Unroutable(
             f"queue {method.routing_key} does not exist ({method.reply_text})"
         )
 

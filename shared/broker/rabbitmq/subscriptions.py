@@ -8,7 +8,6 @@ of the old one are dropped when they are settled, for the broker gives them out 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ import structlog
 
 from shared.broker.base import Delivery, Headers
 from shared.broker.rabbitmq.control import NOT_FOUND, refuse, resolve
+from shared.broker.rabbitmq.ids import sent_unix_us, unix_us
 from shared.broker.rabbitmq.link import Connection, IoThread, backoff_s, describe
 from shared.errors import BrokerUnavailable, ConfigError
 
@@ -174,7 +174,8 @@ class Subscriptions:
                 (subscription, tag),
                 headers,
                 handed_over_from,
-                time.time_ns() // 1000,
+                sent_unix_us(properties.message_id),
+                unix_us(),
             )
             with self._arrived:
                 self._inbox.append(delivery)

@@ -1,0 +1,48 @@
+"""What RabbitMQ and pika take with nothing of ours around them: the yardstick of a benchmark."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import pika
+import pika.exceptions
+
+from shared.broker.rabbitmq.address import parse_address
+from shared.broker.rabbitmq.control import queue_arguments
+from shared.errors import BrokerUnavailable
+from shared.topology import QueueSpec, QueueType
+
+EXPIRES_MS = 60_000
+SILENCE_S = 10.0
+
+
+def time_ping_pong(
+    url: str, queue_type: QueueType, *, body_bytes: int, num_times: int
+) -> list[float]:
+    """Seconds from publish to delivery of a message that goes to a queue and comes straight back.
+
+    One blocking connection, no confirm, no ack: less than any real hop. Raises `ConfigError` for a
+    malformed URL, `BrokerUnavailable`.
+    """
+    name = f"cellpipe.raw.{secrets.token_hex(6)}"
+    spec = QueueSpec(name, queue_type, expires_ms=EXPIRES_MS)
+    body = bytes(body_bytes)
+    properties = pika.BasicProperties(delivery_mode=1)
+    times = []
+    try:
+        with pika.BlockingConnection(parse_address(url).parameters("raw", heartbeat_s=60)) as link:
+            channel = link.channel()
+            channel.queue_declare(name, durable=True, arguments=queue_arguments(spec))
+            came = channel.consume(name, auto_ack=True, inactivity_timeout=SILENCE_S)
+            for _ in range(num_times):
+                began_s = time.perf_counter()
+                channel.basic_publish("", name, body, properties)
+                if next(came)[0] is None:
+                    raise BrokerUnavailable(f"a message did not come back within {SILENCE_S:g} s")
+                times.append(time.perf_counter() - began_s)
+            channel.cancel()
+            channel.queue_delete(name)
+    except pika.exceptions.AMQPError as error:
+        raise BrokerUnavailable(f"RabbitMQ went away while it was measured: {error!r}") from error
+    return times
