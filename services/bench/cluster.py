@@ -50,7 +50,12 @@ Prompts = Sequence[tuple[int, ...]]
 
 
 class Peer(Protocol):
-    """Something that answers the same load."""
+    """Something that answers the same load.
+
+    `one_stream_tokens_per_s` is what its own benchmark says of one stream, if there is one.
+    """
+
+    one_stream_tokens_per_s: float | None
 
     def answer(self, prompts: Prompts, num_tokens: int) -> list[Stream]:
         """All prompts at once."""
@@ -167,6 +172,7 @@ class _Rig:
             raw_figures(pings),
             raw_figures(trips),
             [self._point(concurrency, point) for concurrency, point in points.items()],
+            peer.one_stream_tokens_per_s if peer else None,
         )
 
     def _start(self) -> None:

@@ -1,7 +1,7 @@
 """llama.cpp under the same split and load: rpc-server for each layer group, llama-server in front.
 
-One group is a llama-server alone, its fastest. Binaries are the user's own; ends only what it
-started.
+One group is a llama-server alone, its fastest. A llama-bench that lies beside it first tells what
+one stream gives without HTTP. Binaries are the user's own; ends only what it started.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from services.bench.options import ClusterOptions
 from shared.errors import ConfigError, RequestError
 
 HOST = "127.0.0.1"
-SERVER, RPC = "llama-server", "rpc-server"
-RPC_NAMES = (RPC, "ggml-rpc-server")  # as releases call it
+SERVER, BENCH = "llama-server", "llama-bench"
+RPC_NAMES = ("rpc-server", "ggml-rpc-server")  # the newer name second
 START_PATIENCE_S = 180.0
+BENCH_TIMEOUT_S = 600.0
 LOOK_S = 0.1
 SPARE_POSITIONS = 8  # of a slot
 
@@ -34,40 +35,56 @@ def open_llama_peer(folder: Path, model_file: Path, options: ClusterOptions) -> 
     """What opens the peer for a number of groups. Raises `ConfigError` if a binary is missing."""
     server = _binary(folder, (SERVER,))
     rpc = _binary(folder, RPC_NAMES) if max(options.num_groups) > 1 else None
+    bench = folder / BENCH if (folder / BENCH).is_file() else None
 
     @contextmanager
     def open_peer(num_groups: int, logs: Path) -> Iterator[Peer]:
+        common = ["-m", str(model_file), "-t", str(options.threads * options.workers_per_group)]
         with ExitStack() as stack:
-            threads = options.threads * options.workers_per_group
-            addresses = []
-            for group in range(num_groups if num_groups > 1 else 0):
-                port = _free_port()
-                command = [str(rpc), "-H", HOST, "-p", str(port), "-t", str(threads)]
-                process = stack.enter_context(_running(command, logs / f"rpc-server-{group}.log"))
-                _wait(process, lambda port=port: _listens(port), logs / f"rpc-server-{group}.log")  # type: ignore[misc]
-                addresses.append(f"{HOST}:{port}")
-            port = _free_port()
-            slots = max(options.concurrency)
-            positions = options.num_prompt + options.num_tokens + SPARE_POSITIONS
-            command = [
-                str(server), "-m", str(model_file), "--host", HOST, "--port", str(port),
-                "-t", str(threads), "-np", str(slots), "-c", str(slots * positions),
-            ]  # fmt: skip
-            if addresses:
-                even = ",".join(["1"] * num_groups)
-                command += ["--rpc", ",".join(addresses), "-ngl", "999", "-ts", even]
+            if num_groups > 1:
+                servers = [
+                    stack.enter_context(_rpc_server(rpc, common[-1], logs / f"rpc-server-{g}.log"))
+                    for g in range(num_groups)
+                ]
+                common += ["--rpc", ",".join(servers), "-ngl", "999"]
+            one_stream = None
+            if bench is not None:  # first: an rpc-server serves one client at a time
+                split = ["-ts", "/".join("1" * num_groups)] if num_groups > 1 else []
+                one_stream = _bench([str(bench), *common, *split], options)
+            split = ["-ts", ",".join("1" * num_groups)] if num_groups > 1 else []
             log = logs / f"llama-server-{num_groups}.log"
-            process = stack.enter_context(_running(command, log))
-            _wait(process, lambda: _is_healthy(port), log)
-            yield LlamaServer(port, options.patience_s)
+            port = stack.enter_context(_llama_server([str(server), *common, *split], options, log))
+            yield LlamaServer(port, options.patience_s, one_stream)
 
     return open_peer
+
+
+@contextmanager
+def _rpc_server(binary: Path | None, threads: str, log: Path) -> Iterator[str]:
+    """Its address."""
+    port = _free_port()
+    with _running([str(binary), "-H", HOST, "-p", str(port), "-t", threads], log) as process:
+        _wait(process, lambda: _listens(port), log)
+        yield f"{HOST}:{port}"
+
+
+@contextmanager
+def _llama_server(command: Sequence[str], options: ClusterOptions, log: Path) -> Iterator[int]:
+    """Its port. It has a slot for each stream."""
+    port = _free_port()
+    slots = max(options.concurrency)
+    positions = options.num_prompt + options.num_tokens + SPARE_POSITIONS
+    words = ["--host", HOST, "--port", str(port), "-np", str(slots), "-c", str(slots * positions)]
+    with _running([*command, *words], log) as process:
+        _wait(process, lambda: _is_healthy(port), log)
+        yield port
 
 
 class LlamaServer:
     """A `Peer` over the HTTP API of a llama-server."""
 
-    def __init__(self, port: int, patience_s: float) -> None:
+    def __init__(self, port: int, patience_s: float, one_stream_tokens_per_s: float | None) -> None:
+        self.one_stream_tokens_per_s = one_stream_tokens_per_s
         self._port = port
         self._patience_s = patience_s
 
@@ -121,6 +138,18 @@ def read_events(
             return tuple(arrivals_s), int(event["tokens_predicted"])
         arrivals_s.append(clock())
     raise ValueError("the stream broke off")
+
+
+def _bench(command: Sequence[str], options: ClusterOptions) -> float:
+    """Tokens per second of one stream without a prompt. Raises `ConfigError` if it fails."""
+    words = ["-p", "0", "-n", str(options.num_tokens), "-r", str(options.rounds), "-o", "json"]
+    try:
+        done = subprocess.run(
+            [*command, *words], capture_output=True, check=True, timeout=BENCH_TIMEOUT_S
+        )
+        return float(json.loads(done.stdout)[0]["avg_ts"])
+    except (subprocess.SubprocessError, ValueError, LookupError, OSError) as error:
+        raise ConfigError(f"{command[0]} gave no result: {error}") from error
 
 
 def _binary(folder: Path, names: Sequence[str]) -> Path:

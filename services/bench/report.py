@@ -49,6 +49,8 @@ def _load_lines(layout: LayoutFigures) -> list[str]:
         if point.peer:
             line += f" {point.peer.load.tokens_per_s:>10.1f} {point.peer.ratio:>6.2f}"
         lines.append(line)
+    if layout.peer_bench_tokens_per_s is not None:
+        lines.append(f"llama-bench, one stream: {layout.peer_bench_tokens_per_s:.1f} tok/s")
     return lines
 
 

@@ -42,7 +42,7 @@ def cluster(
         typer.Option(
             "--peer-bin",
             help="A folder with llama.cpp's llama-server and, for two groups or more, rpc-server: "
-            "they get the same split and load, in turns with us.",
+            "they get the same split and load, in turns with us. A llama-bench is run too.",
         ),
     ] = None,
     peer_model: PeerModel = None,

@@ -72,7 +72,11 @@ def test_every_load_has_its_figures_and_its_hops(tiny_gguf: Path) -> None:
 
 
 def test_quorum_queues_and_a_peer(tiny_gguf: Path, tmp_path: Path) -> None:
-    for name, text in (("llama-server", PEER), ("rpc-server", RPC)):
+    for name, text in (
+        ("llama-server", PEER),
+        ("ggml-rpc-server", RPC),
+        ("llama-bench", """#!/bin/sh\necho '[{"avg_ts": 1.5}]'\n"""),
+    ):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
@@ -85,6 +89,7 @@ def test_quorum_queues_and_a_peer(tiny_gguf: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
     assert figures["options"]["queue_type"] == "quorum"
+    assert figures["layouts"][0]["peer_bench_tokens_per_s"] == 1.5
     (point,) = figures["layouts"][0]["points"]
     assert point["peer"]["load"]["tokens_per_s"] > 0
     assert point["peer"]["ratio"] == pytest.approx(

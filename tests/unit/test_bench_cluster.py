@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from services.bench.options import (
     PeerFigures,
     PointFigures,
 )
+from services.bench.plot import check_plot, draw
 from services.bench.report import plot_lines, to_dict, to_lines
 from services.cli.bench_cluster import _numbers
 from shared.errors import ConfigError
@@ -136,6 +138,20 @@ def test_json_holds_what_the_text_shows(figures: ClusterFigures) -> None:
     assert shown["layouts"][1]["points"][0]["peer"]["ratio"] == 1.0
     assert shown["layouts"][0]["points"][0]["hops"][0]["stage_ms"]["compute"] == 2.0
     assert shown["options"]["queue_type"] == "classic"
+
+
+def test_a_picture_is_drawn_or_refused_before_anything_is_measured(
+    figures: ClusterFigures, tmp_path: Path
+) -> None:
+    path = tmp_path / "plot.png"
+
+    if find_spec("matplotlib") is None:
+        with pytest.raises(ConfigError, match="matplotlib"):
+            check_plot(path)
+    else:
+        check_plot(path)
+        draw(figures, path)
+        assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_peers_events_count_by_what_its_last_one_says() -> None:
