@@ -452,10 +452,13 @@ def test_a_closed_broker_sends_nothing(world: World, broker: Broker, queue: str)
     closed.close()
 
 
-def test_what_waits_too_long_is_handed_over_to_another_queue(world: World, broker: Broker) -> None:
+@pytest.mark.parametrize("queue_type", QueueType)
+def test_what_waits_too_long_is_handed_over_to_another_queue(
+    world: World, broker: Broker, queue_type: QueueType
+) -> None:
     shared, inbox = world.name(), world.name()
-    limited = QueueSpec(inbox, dead_letter_queue=shared, message_ttl_ms=150)
-    broker.declare([QueueSpec(shared), limited])
+    limited = QueueSpec(inbox, queue_type, dead_letter_queue=shared, message_ttl_ms=150)
+    broker.declare([QueueSpec(shared, queue_type), limited])
     broker.consume(shared, prefetch=1)
     broker.publish([Outgoing(inbox, b"late", headers=(("why", "test"),))]).wait(WAIT_S)
 
@@ -466,10 +469,13 @@ def test_what_waits_too_long_is_handed_over_to_another_queue(world: World, broke
     assert broker.depth(inbox) == 0
 
 
-def test_what_is_delivered_in_time_is_not_handed_over(world: World, broker: Broker) -> None:
+@pytest.mark.parametrize("queue_type", QueueType)
+def test_what_is_delivered_in_time_is_not_handed_over(
+    world: World, broker: Broker, queue_type: QueueType
+) -> None:
     shared, inbox = world.name(), world.name()
-    limited = QueueSpec(inbox, dead_letter_queue=shared, message_ttl_ms=100)
-    broker.declare([QueueSpec(shared), limited])
+    limited = QueueSpec(inbox, queue_type, dead_letter_queue=shared, message_ttl_ms=100)
+    broker.declare([QueueSpec(shared, queue_type), limited])
     broker.consume(shared, prefetch=1)
     broker.consume(inbox, prefetch=1)
 
@@ -480,12 +486,13 @@ def test_what_is_delivered_in_time_is_not_handed_over(world: World, broker: Brok
     assert broker.take(3 * SHORT_S) is None
 
 
+@pytest.mark.parametrize("queue_type", QueueType)
 def test_what_a_dead_consumer_held_past_the_limit_is_handed_over(
-    world: World, broker: Broker
+    world: World, broker: Broker, queue_type: QueueType
 ) -> None:
     shared, inbox = world.name(), world.name()
-    limited = QueueSpec(inbox, dead_letter_queue=shared, message_ttl_ms=100)
-    broker.declare([QueueSpec(shared), limited])
+    limited = QueueSpec(inbox, queue_type, dead_letter_queue=shared, message_ttl_ms=100)
+    broker.declare([QueueSpec(shared, queue_type), limited])
     broker.consume(shared, prefetch=2)
     victim = world.broker()
     victim.consume(inbox, prefetch=1)
@@ -498,9 +505,12 @@ def test_what_a_dead_consumer_held_past_the_limit_is_handed_over(
     assert take(broker).body == b"held"
 
 
-def test_an_unused_queue_expires_and_a_used_one_stays(world: World, broker: Broker) -> None:
+@pytest.mark.parametrize("queue_type", QueueType)
+def test_an_unused_queue_expires_and_a_used_one_stays(
+    world: World, broker: Broker, queue_type: QueueType
+) -> None:
     used, unused = world.name(), world.name()
-    broker.declare([QueueSpec(used, expires_ms=200), QueueSpec(unused, expires_ms=200)])
+    broker.declare([QueueSpec(name, queue_type, expires_ms=200) for name in (used, unused)])
     broker.consume(used, prefetch=1)
 
     deadline_s = time.monotonic() + WAIT_S

@@ -47,6 +47,20 @@ def test_a_publish_without_connection_leaves_once_it_is_back(
     assert proxied.depth(queue) == 1
 
 
+def test_a_delivery_tells_when_it_was_handed_over_and_when_it_came(
+    proxied: RabbitmqBroker, queue: str
+) -> None:
+    proxied.declare([QueueSpec(queue)])
+    began_us = time.time_ns() // 1000
+
+    proxied.publish([Outgoing(queue, b"1")]).wait(WAIT_S)
+    proxied.consume(queue, prefetch=1)
+    delivery = take(proxied)
+
+    ended_us = time.time_ns() // 1000
+    assert began_us <= delivery.sent_unix_us < delivery.arrived_unix_us <= ended_us
+
+
 def test_what_waits_for_a_connection_is_bounded(
     proxied: RabbitmqBroker, proxy: TcpProxy, queue: str
 ) -> None:
