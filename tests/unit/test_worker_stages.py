@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from services.cli.overview import Overview
 from services.worker.batch import Pending, Slice
 from services.worker.stages import COMPUTE, REDIS, Stages
 from shared.broker.base import Delivery
 from shared.broker.rabbitmq.ids import message_id, sent_unix_us, tag_of
 from shared.messages import Step
-from shared.store.presence_types import STAGES
+from shared.store.presence_types import STAGES, WorkerInfo
 from tests.rig import Rig
 from tests.rig_model import GREEDY, prompt_of
 from tests.steps import a_step, hidden
@@ -98,6 +99,19 @@ def test_a_worker_counts_each_decode_step_it_computes() -> None:
     for worker in workers:
         spent = dict(zip(STAGES, worker.stages.totals_us(), strict=True))
         assert all(spent[name] > 0 for name in ("prepare", "compute", "redis", "publish"))
+
+
+def test_status_tells_the_mean_of_each_stage() -> None:
+    told_us = tuple(10 * (number + 1) for number in range(len(STAGES)))
+    workers = [
+        WorkerInfo("new"),
+        WorkerInfo("busy", num_decode_steps=4, num_decode_turns=2, stage_us=told_us),
+    ]
+
+    new, busy = Overview(workers=workers).to_dict()["workers"]
+
+    assert new["stages_us"] == {}
+    assert list(busy["stages_us"].values()) == [us / 4 for us in told_us]
 
 
 def test_an_id_tells_which_message_it_is_and_when_it_was_handed_over() -> None:
