@@ -43,7 +43,9 @@ def open_llama_peer(folder: Path, model_file: Path, options: ClusterOptions) -> 
         with ExitStack() as stack:
             if num_groups > 1:
                 servers = [
-                    stack.enter_context(_rpc_server(rpc, common[-1], logs / f"rpc-server-{g}.log"))
+                    stack.enter_context(
+                        _rpc_server(rpc, common[-1], logs / f"rpc-server-{num_groups}.{g}.log")
+                    )
                     for g in range(num_groups)
                 ]
                 common += ["--rpc", ",".join(servers), "-ngl", "999"]
