@@ -40,10 +40,11 @@ lint: $(VENV)/.dev ## ruff, mypy strict, import-linter
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-bench: $(VENV)/.run ## measure the kernel and the embedded pipeline on this machine
+bench: $(VENV)/.run ## measure the kernel, the embedded pipeline and a cluster on this machine
 	@$(BIN)/cellpipe bench kernel
 	@$(BIN)/cellpipe bench decode
 	@$(BIN)/cellpipe bench prefill
+	@$(BIN)/cellpipe bench cluster
 
 up: $(VENV)/.dev ## private servers, the model in GROUPS groups, then the Procfile in the foreground
 	@infra/servers up >/dev/null

@@ -1,7 +1,7 @@
 """Kills things on purpose and proves that nothing was lost.
 
 schedule   when which fault comes, from a seed; pure
-faults     does one fault to them and undoes it
+faults     does one fault to processes or servers, and undoes it
 questions  what is asked, from the seed; pure
 reference  the undisturbed answer that every request must equal
 verdict    counts what was seen; pure
