@@ -1,8 +1,8 @@
 """Decodes millions of damaged frames of every message kind: python -m tests.fuzz.mutate
 
-Each must be a valid message or one of the codec's two errors, and memory must not grow. Exit code 1
-otherwise, with the frame in hex. What CI does with 100,000 frames (tests/unit/test_codec_hostile.py)
-this does for as long as it is asked to.
+Each is a valid message or one of the codec's two errors, and memory does not grow. Exit code 1
+otherwise, with the frame in hex. tests/unit/test_codec_hostile.py does it with 100,000 in CI;
+this goes on for as long as it is asked to.
 """
 
 from __future__ import annotations

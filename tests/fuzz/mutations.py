@@ -1,4 +1,4 @@
-"""Damages frames: bytes that flip, come or go, and values of another type or size in their place."""
+"""Damages frames: bytes flip, come or go, and values of another type or size take their places."""
 
 from __future__ import annotations
 

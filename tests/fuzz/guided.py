@@ -1,0 +1,91 @@
+"""Runs a target with inputs that coverage guides: python -m tests.fuzz.guided codec --seconds 120
+
+Targets are the `fuzz_*.py` beside this file. Needs the extra: pip install -e '.[dev,fuzz]'. Starts
+from `corpus/` and what earlier runs found in `--work`. An input that crashes, hangs or takes too
+much memory is left in `--work` and the exit code is not 0; give it as --input to see it again.
+
+    python -m tests.fuzz.guided --write-corpus     makes corpus/ anew from the targets' seeds
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).parent
+CORPUS = HERE / "corpus"
+TARGETS = sorted(path.stem.removeprefix("fuzz_") for path in HERE.glob("fuzz_*.py"))
+MAX_INPUT_BYTES = 32 << 10
+MAX_RSS_MB = 1024
+MAX_INPUT_S = 30
+
+
+def load_target(name: str) -> ModuleType:
+    """A module with `one_input(bytes)`, which raises when something is wrong, and `seeds()`."""
+    return importlib.import_module(f"tests.fuzz.fuzz_{name}")
+
+
+def corpus_of(name: str) -> list[Path]:
+    return sorted((CORPUS / name).iterdir())
+
+
+def write_corpus() -> None:
+    for name in TARGETS:
+        folder = CORPUS / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, body in load_target(name).seeds().items():
+            (folder / file).write_bytes(body)
+
+
+def fuzz(name: str, work: Path, seconds: int, more: list[str]) -> None:
+    """Ends the process."""
+    import atheris
+
+    with atheris.instrument_imports(include=["shared", "services"]):
+        target = load_target(name)
+    found = work / name
+    found.mkdir(parents=True, exist_ok=True)
+    atheris.Setup(
+        [
+            "fuzz",
+            f"-max_total_time={seconds}",
+            f"-max_len={MAX_INPUT_BYTES}",
+            f"-rss_limit_mb={MAX_RSS_MB}",
+            f"-timeout={MAX_INPUT_S}",
+            f"-artifact_prefix={found}-",
+            *more,
+            str(found),
+            str(CORPUS / name),
+        ],
+        target.one_input,
+    )
+    atheris.Fuzz()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", nargs="?", choices=TARGETS)
+    parser.add_argument("--seconds", type=int, default=120)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "cellpipe-fuzz")
+    parser.add_argument("--input", type=Path, help="Run one input and no more; needs no atheris.")
+    parser.add_argument("--write-corpus", action="store_true")
+    options, more = parser.parse_known_args()
+    if options.write_corpus:
+        write_corpus()
+    elif options.target is None:
+        parser.error(f"give a target: {', '.join(TARGETS)}")
+    elif options.input:
+        load_target(options.target).one_input(options.input.read_bytes())
+    else:
+        fuzz(options.target, options.work, options.seconds, more)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
