@@ -6,6 +6,8 @@ from shared.codec import JSON, MSGPACK, decode, encode, request_id_of
 from shared.errors import DecodeError, RequestError
 from tests.unit.codec_examples import EXAMPLES
 
+PREFIX_BYTES = 0
+
 
 def one_input(body: bytes) -> None:
     for content_type in (MSGPACK, JSON):

@@ -19,6 +19,7 @@ from tests.rig import Rig
 from tests.rig_model import GREEDY, prompt_of
 from tests.unit.codec_examples import EXAMPLES
 
+PREFIX_BYTES = 1
 MAX_TURNS = 4_000
 MAX_TOKENS = 8  # of a request that is asked for here: whether long ones end is not the question
 

@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import random
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+import msgpack
+
+from tests.fuzz.mutations import mutate_structure
 
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
@@ -25,7 +31,10 @@ MAX_INPUT_S = 30
 
 
 def load_target(name: str) -> ModuleType:
-    """A module with `one_input(bytes)`, which raises when something is wrong, and `seeds()`."""
+    """A module with `one_input(bytes)`, which raises when something is wrong, and `seeds()`.
+
+    `PREFIX_BYTES`, if it has them, come before what is usually a msgpack map.
+    """
     return importlib.import_module(f"tests.fuzz.fuzz_{name}")
 
 
@@ -41,6 +50,24 @@ def write_corpus() -> None:
             (folder / file).write_bytes(body)
 
 
+def structural_mutator(prefix_bytes: int) -> Callable[[bytes, int, int], bytes]:
+    """Half of all mutations keep what follows the prefix a msgpack map: others seldom do."""
+    import atheris
+
+    def mutate(body: bytes, max_bytes: int, seed: int) -> bytes:
+        rng = random.Random(seed)
+        if rng.random() < 0.5:
+            try:
+                fields = msgpack.unpackb(body[prefix_bytes:])
+                packed = msgpack.packb(mutate_structure(fields, rng))
+                return (body[:prefix_bytes] + packed)[:max_bytes]
+            except (ValueError, TypeError, RecursionError, OverflowError):
+                pass  # no frame any more
+        return bytes(atheris.Mutate(body, max_bytes))
+
+    return mutate
+
+
 def fuzz(name: str, work: Path, seconds: int, more: list[str]) -> None:
     """Ends the process."""
     import atheris
@@ -49,6 +76,8 @@ def fuzz(name: str, work: Path, seconds: int, more: list[str]) -> None:
         target = load_target(name)
     found = work / name
     found.mkdir(parents=True, exist_ok=True)
+    prefix_bytes = getattr(target, "PREFIX_BYTES", None)
+    mutator = {} if prefix_bytes is None else {"custom_mutator": structural_mutator(prefix_bytes)}
     atheris.Setup(
         [
             "fuzz",
@@ -62,6 +91,7 @@ def fuzz(name: str, work: Path, seconds: int, more: list[str]) -> None:
             str(CORPUS / name),
         ],
         target.one_input,
+        **mutator,
     )
     atheris.Fuzz()
 
