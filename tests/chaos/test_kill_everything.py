@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.servers, pytest.mark.timeout(300)]
 NUM_GROUPS = 2
 WORKERS_PER_GROUP = 2
 NUM_REQUESTS = 60
+LOST_S = 1.0
 MAX_IN_FLIGHT = 16  # of a scheduler: more than two of them are queued at the broker
 SEEDS = [int(text) for text in os.environ.get("CELLPIPE_TEST_SEEDS", "1,2").split(",")]
 
@@ -64,7 +65,7 @@ def draw_requests(rng: random.Random) -> list[Request]:
             sampling=SamplingParams(
                 temperature=0.9 * (number % 2),
                 seed=None if number % 10 == 9 else number,
-                max_tokens=rng.randint(100, 300),
+                max_tokens=rng.randint(10, 300),
                 ignore_eos=True,
             ),
         )
@@ -146,10 +147,12 @@ def expected_answers(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("what", ["processes", "machines"])
 def test_everything_is_killed_and_every_accepted_request_completes(
-    servers: PrivateServers, tiny_gguf: Path, tmp_path: Path, seed: int
+    servers: PrivateServers, tiny_gguf: Path, tmp_path: Path, what: str, seed: int
 ) -> None:
-    rng = random.Random(f"everything/{seed}")
+    """Machines take with them what Redis had not yet on the disk: its last second."""
+    rng = random.Random(f"everything/{what}/{seed}")
     requests = draw_requests(rng)
     num_schedulers = rng.choice((1, 2))
     with ExitStack() as stack:
@@ -169,6 +172,8 @@ def test_everything_is_killed_and_every_accepted_request_completes(
         with Submitter(producer, requests, every_s=rng.choice((0.0, 0.01, 0.05))) as submitter:
             wait_until(lambda: len(events_of(ledger, "r-0")) > 20, "the first is answered")
             time.sleep(rng.uniform(0.0, 3.0))
+            on_disk_bytes = servers.log_bytes()
+            time.sleep(LOST_S)
             seen = {r.request_id: events_of(ledger, r.request_id) for r in requests}
             kill_everything(cluster, servers, rng)
         ended = {i for i, events in seen.items() if any(isinstance(e, FinalEvent) for e in events)}
@@ -179,6 +184,10 @@ def test_everything_is_killed_and_every_accepted_request_completes(
             f"{len(midway)} were mid-way"
         )
         assert len(midway) >= 5, "the power went when there was nothing to lose"
+
+        if what == "machines":
+            lost_bytes = servers.log_bytes() - on_disk_bytes
+            servers.cut_log(servers.log_bytes() - rng.randint(lost_bytes // 2, lost_bytes))
 
         # when
         assert (servers.url("rabbitmq"), servers.url("redis")) == urls
