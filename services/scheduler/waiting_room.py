@@ -1,4 +1,4 @@
-"""Lets requests run when there is room for their KV rows. Knows no store: it counts what may be."""
+"""Lets requests run when there is room for them and their KV rows. Knows no store: it counts."""
 
 from __future__ import annotations
 
