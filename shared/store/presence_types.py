@@ -94,7 +94,7 @@ class WorkerInfo(_Presence):
 class SchedulerInfo(_Presence):
     """A scheduler as it last told of itself.
 
-    `num_requests` is how many it holds, `num_waiting` those of them that wait for KV memory, of
+    `num_requests` is how many it holds, `num_waiting` those of them that wait for room, of
     which `reserved_kv_bytes` are taken. `num_redrives` counts the lost steps that it sent again.
     """
 

@@ -205,7 +205,7 @@ def test_everything_is_killed_and_every_accepted_request_completes(
             return len(states) == len(ids) and all(s.finish_reason for s in states.values())
 
         try:
-            wait_until(have_ended, "all accepted requests have ended", timeout_s=120)
+            wait_until(have_ended, "all accepted requests have ended", timeout_s=180)
         except AssertionError as error:
             raise AssertionError(f"{ledger.states(ids)}\n{cluster.logs()}") from error
         print(f"seed {seed}: all had ended {time.monotonic() - began_s:.1f} s after the start")
