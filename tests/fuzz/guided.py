@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import random
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 import msgpack
+import structlog
 
 from tests.fuzz.mutations import mutate_structure
 
@@ -74,6 +76,8 @@ def fuzz(name: str, work: Path, seconds: int, more: list[str]) -> None:
 
     with atheris.instrument_imports(include=["shared", "services"]):
         target = load_target(name)
+    # A line for every refused input would be most of the time.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     found = work / name
     found.mkdir(parents=True, exist_ok=True)
     prefix_bytes = getattr(target, "PREFIX_BYTES", None)
