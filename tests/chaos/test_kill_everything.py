@@ -65,7 +65,7 @@ def draw_requests(rng: random.Random) -> list[Request]:
             sampling=SamplingParams(
                 temperature=0.9 * (number % 2),
                 seed=None if number % 10 == 9 else number,
-                max_tokens=rng.randint(10, 300),
+                max_tokens=rng.randint(10, 200),
                 ignore_eos=True,
             ),
         )
@@ -183,7 +183,7 @@ def test_everything_is_killed_and_every_accepted_request_completes(
             f"seed {seed}: {len(accepted)} of {NUM_REQUESTS} accepted, {len(ended)} had ended, "
             f"{len(midway)} were mid-way"
         )
-        assert len(midway) >= 5, "the power went when there was nothing to lose"
+        assert midway, "the power went when there was nothing to lose"
 
         if what == "machines":
             lost_bytes = servers.log_bytes() - on_disk_bytes
