@@ -77,6 +77,19 @@ class PrivateServers:
         self._script.INFRA = infra
         self.url(service)
 
+    def log_bytes(self) -> int:
+        """Length of Redis's append-only file."""
+        return self._log_file().stat().st_size
+
+    def cut_log(self, num_bytes: int) -> None:
+        """Cut the append-only file of the killed Redis, as a machine that dies loses what was not
+        on the disk."""
+        os.truncate(self._log_file(), num_bytes)
+
+    def _log_file(self) -> Path:
+        files = (self._folder / "redis" / "appendonlydir").glob("*.incr.aof")
+        return max(files, key=lambda file: file.stat().st_mtime)
+
     def freeze(self, service: str) -> None:
         self._signal(service, signal.SIGSTOP)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.chaos.processes import Crew, Member
-from services.chaos.schedule import Fault, FaultKind
+from services.chaos.schedule import EVERYTHING, Fault, FaultKind
 from services.chaos.servers import Servers
 from services.chaos.verdict import Injected
 from shared.broker.base import Broker, Outgoing
@@ -136,6 +136,9 @@ class Faults:
             self._note(fault, began_s, self._clock(), "answers again")
 
         self._say(f"{fault.name}: going down")
+        if fault.target == EVERYTHING:
+            for member in self._crew.members:
+                self._crew.kill(member)
         self._restarting = threading.Thread(target=restart, name="restart", daemon=True)
         self._restarting.start()
 

@@ -53,8 +53,8 @@ def chaos(
         FaultTexts,
         _fault(
             "--restart",
-            "Kill and restart a server: broker:30s, redis:45s (KV pages, all lost) "
-            "or meta:60s (records, kept).",
+            "Kill and restart a server: broker:30s, redis:45s (KV pages, all lost), "
+            "meta:60s (records, kept), or everything:30s, with all processes.",
         ),
     ] = None,
     garbage: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,7 +38,13 @@ class Plan:
     deadline_unix_ms: int
 
 
-def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[], int]) -> Plan:
+def seed_of(request_id: str) -> int:
+    """A seed for a request that has none: the same one if the store loses its record."""
+    digest = hashlib.sha256(request_id.encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[str], int]) -> Plan:
     """Tokenise and bound a request. Raises `RequestError` naming the field and the value.
 
     A missing seed is drawn once, here; from then on the same plan gives the same tokens.
@@ -56,7 +63,7 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[]
         )
     sampling = request.sampling
     if sampling.seed is None:
-        sampling = replace(sampling, seed=draw_seed())
+        sampling = replace(sampling, seed=draw_seed(request.request_id))
     return Plan(
         request_id=request.request_id,
         token_ids=token_ids,

@@ -49,6 +49,18 @@ def test_nothing_is_lost_while_workers_die_freeze_and_garbage_comes(tiny_gguf: P
     assert ledger["recovery"]["kill worker"]["num_faults"] >= 1  # type: ignore[index]
 
 
+def test_everything_is_killed_under_load_and_nothing_is_lost(tiny_gguf: Path) -> None:
+    code, ledger, told = chaos(
+        tiny_gguf, "--requests", "300", "--concurrency", "16", "--seed", "3",
+        "--restart", "everything:2s:1",
+    )  # fmt: skip
+
+    assert code == 0, told + json.dumps(ledger)
+    assert ledger["accepted"] == ledger["completed"] == 300
+    assert [ledger[name] for name in ("lost", "duplicated", "stuck", "wrong")] == [0, 0, 0, 0]
+    assert ledger["recovery"]["restart everything"]["num_faults"] == 1  # type: ignore[index]
+
+
 def test_rolling_sigterm_under_load_loses_nothing(tiny_gguf: Path) -> None:
     code, ledger, told = chaos(
         tiny_gguf, "--requests", "120", "--concurrency", "4", "--seed", "2",

@@ -32,7 +32,7 @@ def run_until_idle(rig: Rig, scheduler: Scheduler) -> None:
 def test_a_scheduler_that_dies_hands_its_requests_to_another(num_tokens: int | None) -> None:
     # given a request that is queued, started or under way
     rig = Rig(2)
-    first = rig.add_scheduler(draw_seed=lambda: 41)
+    first = rig.add_scheduler(draw_seed=lambda _: 41)
     rig.open_reply_queue("mine")
     rig.submit(make_request(sampling=UNSEEDED), reply_to="mine")
     if num_tokens is not None:
@@ -41,7 +41,7 @@ def test_a_scheduler_that_dies_hands_its_requests_to_another(num_tokens: int | N
         rig.run_until(lambda: len(rig.tokens("r")) == num_tokens)
 
     rig.kill(first)
-    second = rig.add_scheduler(draw_seed=lambda: 41 if num_tokens is None else 1_000)
+    second = rig.add_scheduler(draw_seed=lambda _: 41 if num_tokens is None else 1_000)
     if num_tokens is None:
         rig.add_workers()
     run_until_idle(rig, second)
@@ -66,12 +66,12 @@ def test_a_scheduler_that_dies_anywhere_leaves_a_request_that_is_answered(
     rig.add_workers()
     inner = {"ledger": rig.ledger, "broker": rig.new_broker(), "kv_pages": rig.kv_pages}
     wire = Tripwire(inner[part], method, Crash, after=after)
-    rig.add_scheduler(draw_seed=lambda: 41, **{part: wire})
+    rig.add_scheduler(draw_seed=lambda _: 41, **{part: wire})
     rig.open_reply_queue("mine")
     rig.submit(make_request(sampling=UNSEEDED), reply_to="mine")
     rig.run_until(lambda: rig.num_crashes == 1)
 
-    second = rig.add_scheduler(draw_seed=lambda: 41 if (method, after) == ("admit", False) else 0)
+    second = rig.add_scheduler(draw_seed=lambda _: 41 if (method, after) == ("admit", False) else 0)
     run_until_idle(rig, second)
 
     seeded = SamplingParams(temperature=0.9, seed=41, max_tokens=12, ignore_eos=True)
@@ -154,10 +154,10 @@ def test_two_schedulers_that_admit_one_request_at_once_start_it_with_one_seed() 
         def __getattr__(self, name: str) -> Any:
             return getattr(rig.ledger, name)
 
-    first = rig.add_scheduler(draw_seed=lambda: 41, limits=SchedulerLimits(max_in_flight=1))
+    first = rig.add_scheduler(draw_seed=lambda _: 41, limits=SchedulerLimits(max_in_flight=1))
     rig.submit(make_request(sampling=UNSEEDED), reply_to="mine")
     first.turn(0.0)
-    second = rig.add_scheduler(draw_seed=lambda: 1_000, ledger=LateSight())
+    second = rig.add_scheduler(draw_seed=lambda _: 1_000, ledger=LateSight())
     rig.submit(make_request(sampling=UNSEEDED), reply_to="mine")
     second.turn(0.0)
     assert (first.num_in_flight, second.num_in_flight) == (1, 1)
@@ -204,7 +204,7 @@ def test_a_seed_is_drawn_once_for_a_request_without_one() -> None:
         times=2,
         only_if=lambda messages: messages[0].queue == rig.queue(0),
     )
-    scheduler = rig.add_scheduler(broker=failing, draw_seed=lambda: next(seeds))
+    scheduler = rig.add_scheduler(broker=failing, draw_seed=lambda _: next(seeds))
     sampling = SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True)
 
     rig.submit(make_request(sampling=sampling))
