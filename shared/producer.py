@@ -38,8 +38,9 @@ class Producer:
         """Hand a request over; when this returns, the broker has it and it will be answered.
 
         Raises `Overloaded` when the queue is full: then nothing was taken, and nothing will come
-        of it. Raises `Unroutable` when no cluster has ever declared it, `ConfirmTimeout` or `BrokerUnavailable` when its fate is unknown: submitting
-        the same request_id again is then safe. Raises `RequestError` for one that is too large.
+        of it. Raises `Unroutable` when no cluster has ever declared it, `ConfirmTimeout` or
+        `BrokerUnavailable` when its fate is unknown: submitting the same request_id again is then
+        safe. Raises `RequestError` for one that is too large.
         """
         body = codec.encode(request)
         if len(body) > codec.MAX_FRAME_BYTES:

@@ -38,9 +38,9 @@ class QueueType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QueueSpec:
-    """A durable queue. `max_length` messages or `max_bytes` bound it with reject-publish; `dead_letter_queue` takes what
-    is rejected without requeue, and what waits undelivered for longer than `message_ttl_ms`. A
-    queue that has had no consumer for `expires_ms` is deleted."""
+    """A durable queue. `max_length` messages or `max_bytes` bound it with reject-publish;
+    `dead_letter_queue` takes what is rejected without requeue, and what waits undelivered for
+    longer than `message_ttl_ms`. A queue that has had no consumer for `expires_ms` is deleted."""
 
     name: str
     queue_type: QueueType = QueueType.CLASSIC

@@ -216,7 +216,7 @@ class Scheduler:
         self._waiting_room.let_in(self._held)
 
     def _end_what_never_fits(self, record: LedgerRecord) -> None:
-        """A scheduler with a larger budget has admitted it; here all others would wait behind it."""
+        """One that a larger budget has admitted: here all others would wait behind it."""
         try:
             check_kv_bytes(plan_of(record), self._model.config, self._budget.max_bytes)
         except RequestError as error:
