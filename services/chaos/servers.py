@@ -33,6 +33,9 @@ class Servers(Protocol):
     def restart(self, target: str) -> None:
         """Kill a server, start it again and return when its port answers."""
 
+    def pids(self) -> dict[str, int]:
+        """The process of each server that is ours, by the target that restarts it."""
+
     def close(self) -> None: ...
 
 
@@ -47,6 +50,9 @@ class GivenServers:
             f"--restart {target} ends a server, and only those that `cellpipe chaos` started are "
             "ended: leave --cluster out"
         )
+
+    def pids(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         """They go on."""
@@ -78,6 +84,14 @@ class PrivateServers:
         if not keeps_data:
             shutil.rmtree(self._folder / place / service, ignore_errors=True)
         self._up(place, (service,), {service: state[f"{service}_port"]})
+
+    def pids(self) -> dict[str, int]:
+        states = {place: self._script.read_state(self._folder / place) for place in ("meta", "kv")}
+        return {
+            target: int(states[place]["processes"][service]["pid"])
+            for target, (place, service, _) in _PLACES.items()
+            if service in states[place]["processes"]
+        }
 
     def close(self) -> None:
         for place in ("meta", "kv"):
