@@ -152,7 +152,7 @@ class Rig:
         broker: Any = None,
         ledger: Any = None,
         kv_pages: Any = None,
-        draw_seed: Callable[[], int] = lambda: 99,
+        draw_seed: Callable[[str], int] = lambda _: 99,
         limits: SchedulerLimits = SchedulerLimits(),
     ) -> Scheduler:
         broker = broker or self.new_broker()

@@ -14,7 +14,13 @@ from dataclasses import replace
 
 import structlog
 
-from services.scheduler.admission import ServedModel, check_kv_bytes, kv_bytes, plan_request
+from services.scheduler.admission import (
+    ServedModel,
+    check_kv_bytes,
+    kv_bytes,
+    plan_request,
+    seed_of,
+)
 from services.scheduler.answers import Answers
 from services.scheduler.coverage import CoverageWatch
 from services.scheduler.held import Held
@@ -60,7 +66,7 @@ class Scheduler:
         ledger: Ledger,
         kv_pages: KvPages | None,
         coverage: Callable[[], Sequence[int]],
-        draw_seed: Callable[[], int],
+        draw_seed: Callable[[str], int] = seed_of,
         peers: Callable[[], Sequence[WorkerInfo]] = tuple,
         limits: SchedulerLimits = SchedulerLimits(),
         clock: Callable[[], float] = time.monotonic,

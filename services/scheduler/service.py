@@ -85,7 +85,6 @@ class SchedulerService:
             ),
             coverage=lambda: self._presence.coverage(layout),
             peers=lambda: self._presence.workers(layout),
-            draw_seed=lambda: secrets.randbits(63),
             limits=self._limits,
         )
         log.info("scheduler_ready", scheduler_id=self.scheduler_id, model_id=layout.model_id)
