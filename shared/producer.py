@@ -23,6 +23,16 @@ def new_request_id() -> str:
     return f"r-{secrets.token_hex(12)}"
 
 
+def hand_over(broker: Broker, request: Outgoing, timeout_s: float) -> None:
+    """Publish a message to the request queue. Raises `Overloaded`, and what `Confirm.wait` does."""
+    try:
+        broker.publish([request]).wait(timeout_s)
+    except PublishRefused as error:
+        raise Overloaded(
+            f"the cluster takes no more requests for now: {error}", retry_after_s=RETRY_AFTER_S
+        ) from error
+
+
 class Producer:
     """A connection of a user to a cluster, or to the embedded pipeline.
 
@@ -48,13 +58,7 @@ class Producer:
                 f"the request takes {len(body)} bytes, over the limit of {codec.MAX_FRAME_BYTES}",
                 remedy="send a shorter prompt",
             )
-        outgoing = Outgoing(REQUESTS_QUEUE, body, persistent=True)
-        try:
-            self._broker.publish([outgoing]).wait(timeout_s)
-        except PublishRefused as error:
-            raise Overloaded(
-                f"the cluster takes no more requests for now: {error}", retry_after_s=RETRY_AFTER_S
-            ) from error
+        hand_over(self._broker, Outgoing(REQUESTS_QUEUE, body, persistent=True), timeout_s)
 
     def events(
         self,

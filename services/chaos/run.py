@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.chaos.faults import Faults
-from services.chaos.findings import judge_leftovers, observe, wait_until_settled
+from services.chaos.findings import (
+    judge_leftovers,
+    observe,
+    wait_for_letters,
+    wait_until_settled,
+)
 from services.chaos.load import Load, Question, draw_questions
 from services.chaos.memory import growing, rss_trends
 from services.chaos.processes import Crew, rss_bytes_of
@@ -132,7 +137,7 @@ def run_chaos(
         verdict.recovery = recoveries(observations, faults.log.injected)
         verdict.slowest = slowest_waits(observations, faults.log.injected, began_s=began_s)
         verdict.queues = {queue: broker.depth(queue) or 0 for queue in queues}
-        letters = [x for x in dead_queue.letters() if x.letter_id not in dead_before]
+        letters = wait_for_letters(dead_queue, dead_before, faults.log.garbage)
         verdict.num_leaked_keys = len(leaked)
         verdict.rss = rss_trends(samples)
         verdict.problems += growing(verdict.rss)
