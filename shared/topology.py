@@ -175,7 +175,6 @@ def inbox_spec(
 def control_queues() -> tuple[QueueSpec, ...]:
     """The queues that exist once per cluster."""
     return (
-        QueueSpec(DEAD_QUEUE, QueueType.CLASSIC),
         # Quorum: an accepted request must survive a broker. A scheduler's restart redelivers
         # what it held, and 4.x dead-letters after 20 redeliveries unless told otherwise.
         QueueSpec(
@@ -186,6 +185,8 @@ def control_queues() -> tuple[QueueSpec, ...]:
             dead_letter_queue=DEAD_QUEUE,
             delivery_limit=1_000_000,
         ),
+        # Last, for the last declaration alone may be gone if RabbitMQ is killed just then (Mnesia).
+        QueueSpec(DEAD_QUEUE, QueueType.CLASSIC),
     )
 
 
