@@ -21,8 +21,11 @@ Samples = Mapping[str, Sequence[tuple[float, int]]]
 
 @dataclass(frozen=True, slots=True)
 class RssTrend:
-    """Resident memory of one process. `growth` is that from its second to its last quarter, as a
-    share; `is_flat` None means that nobody judged it: it lived too briefly, or is a server."""
+    """Resident memory of one process.
+
+    `mb_per_h` is its slope after the first quarter, `growth` the share by which the last quarter is
+    above the second. `is_flat` None is not judged: it lived too briefly, or is a server.
+    """
 
     first_mb: float
     last_mb: float
@@ -65,7 +68,7 @@ def _trend(points: Sequence[tuple[float, float]], span_s: float, *, may_judge: b
     return RssTrend(
         first_mb=points[0][1],
         last_mb=points[-1][1],
-        mb_per_h=_slope(points) * 3600,
+        mb_per_h=_slope([p for p in points if (p[0] - began_s) / span_s >= 0.25]) * 3600,
         growth=last / second - 1,
         span_s=span_s,
         is_flat=is_flat if may_judge and span_s >= JUDGED_SPAN_S else None,
