@@ -34,6 +34,9 @@ class Servers(Protocol):
     def restart(self, target: str) -> None:
         """Kill a server, or all of them, start it again and return when its port answers."""
 
+    def pids(self) -> dict[str, int]:
+        """The process of each server that is ours, by the target that restarts it."""
+
     def close(self) -> None: ...
 
 
@@ -48,6 +51,9 @@ class GivenServers:
             f"--restart {target} ends a server, and only those that `cellpipe chaos` started are "
             "ended: leave --cluster out"
         )
+
+    def pids(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         """They go on."""
@@ -82,6 +88,14 @@ class PrivateServers:
         for place, service, _ in places:
             state = self._script.read_state(self._folder / place)
             self._up(place, (service,), {service: state[f"{service}_port"]})
+
+    def pids(self) -> dict[str, int]:
+        states = {place: self._script.read_state(self._folder / place) for place in ("meta", "kv")}
+        return {
+            target: int(states[place]["processes"][service]["pid"])
+            for target, (place, service, _) in _PLACES.items()
+            if service in states[place]["processes"]
+        }
 
     def close(self) -> None:
         for place in ("meta", "kv"):

@@ -38,12 +38,6 @@ class Plan:
     deadline_unix_ms: int
 
 
-def seed_of(request_id: str) -> int:
-    """A seed for a request that has none: the same one if the store loses its record."""
-    digest = hashlib.sha256(request_id.encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
 def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[str], int]) -> Plan:
     """Tokenise and bound a request. Raises `RequestError` naming the field and the value.
 
@@ -72,6 +66,16 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[s
         stop_token_ids=model.config.eos_token_ids,
         deadline_unix_ms=request.deadline_unix_ms,
     )
+
+
+def seed_of(request_id: str) -> int:
+    """The seed of a request that brings none, 63 bits.
+
+    Made from its id: should the store lose all of it and it is admitted anew, what still runs of
+    it draws the same tokens, and none that its reader has seen is contradicted.
+    """
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8, person=b"cellpipe-seed").digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def first_step(

@@ -221,10 +221,18 @@ class Scheduler:
         held = self._hold(record.request_id, delivery, record)
         if held.running is not None and not held.running.has_moved:
             held.is_waiting = True
+            self._end_what_never_fits(record)
         elif held.running is not None:
             self._budget.reserve(record.request_id, held.kv_bytes)
         log.info("request_adopted", request_id=record.request_id, generated=record.num_generated)
         self._waiting_room.let_in(self._held)
+
+    def _end_what_never_fits(self, record: LedgerRecord) -> None:
+        """One that a larger budget has admitted: here all others would wait behind it."""
+        try:
+            check_kv_bytes(plan_of(record), self._model.config, self._budget.max_bytes)
+        except RequestError as error:
+            self._ledger.finish(record.request_id, FinishReason.ERROR, _with_remedy(error))
 
     def _hold(
         self,

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from services.scheduler.admission import seed_of
 from services.scheduler.limits import SchedulerLimits
 from services.scheduler.scheduler import Scheduler
 from shared.errors import StoreUnavailable
 from shared.messages import Request, SamplingParams, Step
+from shared.store import keys
 from shared.topology import REQUESTS_QUEUE
 from tests.faults import Crash, DeafBroker, LosableBroker, Tripwire
 from tests.rig import Rig, assert_answers
@@ -214,3 +216,28 @@ def test_a_seed_is_drawn_once_for_a_request_without_one() -> None:
     seeded = SamplingParams(temperature=0.9, seed=41, max_tokens=12, ignore_eos=True)
     assert_answers(rig, [("r", PROMPT, seeded)])
     assert next(seeds) == 42
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_a_request_of_which_scheduler_and_store_lost_all_draws_the_same_tokens(
+    num_tokens: int,
+) -> None:
+    # given one without a seed, whose next step still runs when nobody knows of it any more
+    rig = Rig(2)
+    rig.add_workers()
+    first = rig.add_scheduler(draw_seed=seed_of)
+    rig.submit(make_request(sampling=UNSEEDED))
+    rig.run_until(lambda: len(rig.tokens("r")) == num_tokens)
+    seen = rig.tokens("r")
+    rig.stores.meta.run(("DEL", keys.ledger("r"), keys.events("r")))
+    rig.kill(first)
+
+    run_until_idle(rig, rig.add_scheduler(draw_seed=seed_of))
+
+    seeded = SamplingParams(temperature=0.9, seed=seed_of("r"), max_tokens=12, ignore_eos=True)
+    assert_answers(rig, [("r", PROMPT, seeded)])
+    assert rig.tokens("r")[:num_tokens] == seen
+
+
+def test_requests_without_a_seed_do_not_share_one() -> None:
+    assert len({seed_of(f"r{number}") for number in range(1_000)}) == 1_000
