@@ -12,16 +12,17 @@ MIN_TOKENS, MAX_TOKENS = 32, 64
 
 
 def draw_questions(
-    num_requests: int, seed: int, *, vocab_size: int, max_positions: int
+    num_requests: int | None, seed: int, *, vocab_size: int, max_positions: int
 ) -> list[Question]:
     """Prompts of random tokens, greedy and sampled in turn, each long enough to be hit mid-way.
 
+    As many questions as requests, or `MAX_QUESTIONS` if those are more or without number (None).
     End-of-sequence is ignored, so that every answer has the length it was asked for.
     """
     rng = random.Random(f"questions/{seed}")
     longest = max(1, max_positions - MAX_TOKENS)
     questions = []
-    for number in range(min(num_requests, MAX_QUESTIONS)):
+    for number in range(min(num_requests or MAX_QUESTIONS, MAX_QUESTIONS)):
         # One in eight is longer than a prefill slice.
         length = min(longest, rng.randint(140, 200) if number % 8 == 7 else rng.randint(8, 40))
         greedy = number % 2 == 0

@@ -15,6 +15,7 @@ from enum import StrEnum
 from itertools import count
 
 from shared.errors import ConfigError
+from shared.local_cluster.servers import EVERYTHING
 
 JITTER = 0.25  # of a period
 MAX_PERIOD_S = 86_400.0
@@ -37,7 +38,7 @@ TARGETS: dict[FaultKind, tuple[str, ...]] = {
     FaultKind.KILL: ("worker", "scheduler"),
     FaultKind.STOP: ("worker", "scheduler"),
     FaultKind.FREEZE: ("worker", "scheduler"),
-    FaultKind.RESTART: ("broker", "redis", "meta"),
+    FaultKind.RESTART: ("broker", "redis", "meta", EVERYTHING),
     FaultKind.GARBAGE: ("queue",),
     FaultKind.HANG: ("worker",),
 }

@@ -17,6 +17,7 @@ from shared.errors import ConfigError
 from shared.local_cluster.processes import ROOT
 
 SCRIPT = ROOT / "infra" / "servers"
+EVERYTHING = "everything"  # as a target of `restart`: all servers
 # target of `--restart` -> (data folder, service of the script, whether its data survives)
 _PLACES = {
     "broker": ("meta", "rabbitmq", True),
@@ -31,7 +32,10 @@ class Servers(Protocol):
     settings: dict[str, str]
 
     def restart(self, target: str) -> None:
-        """Kill a server, start it again and return when its port answers."""
+        """Kill a server, or all of them, start it again and return when its port answers."""
+
+    def pids(self) -> dict[str, int]:
+        """The process of each server that is ours, by the target that restarts it."""
 
     def close(self) -> None: ...
 
@@ -47,6 +51,9 @@ class GivenServers:
             f"--restart {target} ends a server, and only those that `cellpipe chaos` started are "
             "ended: leave --cluster out"
         )
+
+    def pids(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         """They go on."""
@@ -72,12 +79,23 @@ class PrivateServers:
         }
 
     def restart(self, target: str) -> None:
-        place, service, keeps_data = _PLACES[target]
-        state = self._script.read_state(self._folder / place)
-        self._script.stop(state["processes"][service], kill=True)
-        if not keeps_data:
-            shutil.rmtree(self._folder / place / service, ignore_errors=True)
-        self._up(place, (service,), {service: state[f"{service}_port"]})
+        places = _PLACES.values() if target == EVERYTHING else [_PLACES[target]]
+        for place, service, keeps_data in places:
+            state = self._script.read_state(self._folder / place)
+            self._script.stop(state["processes"][service], kill=True)
+            if not keeps_data:
+                shutil.rmtree(self._folder / place / service, ignore_errors=True)
+        for place, service, _ in places:
+            state = self._script.read_state(self._folder / place)
+            self._up(place, (service,), {service: state[f"{service}_port"]})
+
+    def pids(self) -> dict[str, int]:
+        states = {place: self._script.read_state(self._folder / place) for place in ("meta", "kv")}
+        return {
+            target: int(states[place]["processes"][service]["pid"])
+            for target, (place, service, _) in _PLACES.items()
+            if service in states[place]["processes"]
+        }
 
     def close(self) -> None:
         for place in ("meta", "kv"):
@@ -100,8 +118,7 @@ def _load_script() -> ModuleType:
     if not SCRIPT.is_file():
         raise ConfigError(
             "this installation has no infra/servers to start private servers with",
-            remedy="run from a checkout, or give servers of your own: "
-            "--cluster with CELLPIPE_AMQP_URL and CELLPIPE_REDIS_URL",
+            remedy="run from a checkout; `cellpipe chaos --cluster` takes servers of your own",
         )
     loader = SourceFileLoader("cellpipe_servers", str(SCRIPT))
     spec = spec_from_loader(loader.name, loader)
