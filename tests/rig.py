@@ -109,6 +109,11 @@ class Rig:
         self._actors: dict[Any, Broker] = {}
         self._taps: dict[str, MemoryBroker] = {}
 
+    @property
+    def actors(self) -> list[Any]:
+        """The workers and schedulers that live."""
+        return list(self._actors)
+
     def new_broker(self) -> MemoryBroker:
         return MemoryBroker(self.hub)
 

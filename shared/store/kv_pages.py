@@ -242,12 +242,15 @@ class KvPages:
                 ("STRLEN", self._place(request_id, group, first_page + page, shared))
                 for group in groups
                 for page in range(num_pages)
-            ]
+            ],
+            keep=(StoreDamaged,),
         )
         counts = []
         for number, group in enumerate(groups):
             count = 0
             for length in lengths[number * num_pages : (number + 1) * num_pages]:
+                # What is of another type holds no rows.
+                length = length if isinstance(length, int) else 0
                 rows = min(length // self._row_bytes[group], PAGE_ROWS)
                 count += rows
                 if rows < PAGE_ROWS:
