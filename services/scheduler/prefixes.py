@@ -21,6 +21,8 @@ from shared.topology import Layout
 
 log = structlog.get_logger()
 
+_RELIEF_EVERY_S = 1.0
+
 
 class PrefixPages(Protocol):
     """Where shared pages are: in the store, or in this process."""
@@ -28,6 +30,8 @@ class PrefixPages(Protocol):
     def attach(self, request_id: str, digests: Sequence[bytes]) -> int: ...
 
     def share(self, request_id: str, digests: Sequence[bytes]) -> int: ...
+
+    def relieve(self) -> None: ...
 
     def release(self, request_id: str) -> None: ...
 
@@ -38,6 +42,7 @@ class Prefixes:
     def __init__(self, pages: PrefixPages | None, layout: Layout) -> None:
         self._pages = pages
         self._layout = layout
+        self._next_relief_s = 0.0
         self._prompts: dict[str, tuple[int, list[bytes]]] = {}  # not shared yet: length, digests
 
     def attach(self, record: LedgerRecord) -> int:
@@ -72,6 +77,16 @@ class Prefixes:
             token_ids = [*record.prompt_token_ids, *generated][:-1]
             self._share(record.request_id, page_digests(self._layout, token_ids))
         self._pages.release(record.request_id)
+
+    def relieve(self, now_s: float) -> None:
+        """See now and then that shared pages take no memory that rows of requests need."""
+        if self._pages is None or now_s < self._next_relief_s:
+            return
+        self._next_relief_s = now_s + _RELIEF_EVERY_S
+        try:
+            self._pages.relieve()
+        except StoreUnavailable as error:
+            log.debug("prefix_not_relieved", reason=str(error))
 
     def forget(self, request_id: str) -> None:
         """Share nothing of a request whose record is damaged."""

@@ -274,6 +274,7 @@ class Scheduler:
         if not self._held:
             return
         self._coverage.look(now_s)
+        self._prefixes.relieve(now_s)
         states = self._ledger.states(list(self._held))
         for request_id, held in list(self._held.items()):
             state = states.get(request_id)

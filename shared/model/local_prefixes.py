@@ -72,6 +72,9 @@ class LocalPrefixes:
                 self._num_bytes -= sum(page.nbytes for page in gone)
             return len(shared)
 
+    def relieve(self) -> None:
+        """This process has no limit but `max_bytes`."""
+
     def release(self, request_id: str) -> None:
         """A request has ended; what it shares stays."""
         with self._lock:

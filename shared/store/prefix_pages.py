@@ -24,6 +24,8 @@ from shared.topology import Layout
 
 _SCRIPT_KEYS = 1024  # of one call: the server does nothing else meanwhile
 _MAX_EVICTED = 1024  # pages of one call
+_NEARLY_FULL = 0.9  # of the server's maxmemory
+_RELIEF_PAGES = 64
 
 
 def page_digests(layout: Layout, token_ids: Sequence[int]) -> list[bytes]:
@@ -91,6 +93,14 @@ class StoredPrefixes:
             return 0
         return num_shared
 
+    def relieve(self) -> None:
+        """Give way when the server's memory is nearly full: the rows of what runs come first."""
+        told = self._kv.run(("INFO", "memory")).decode().split()
+        memory = dict(line.split(":", 1) for line in told if ":" in line)
+        used_bytes, max_bytes = int(memory["used_memory"]), int(memory["maxmemory"])
+        if max_bytes and used_bytes > _NEARLY_FULL * max_bytes:
+            self._evict(at_least=_RELIEF_PAGES)
+
     def release(self, request_id: str) -> None:
         """A request has ended: its list goes with its own pages."""
 
@@ -154,11 +164,11 @@ class StoredPrefixes:
                 return first + int(done)
         return len(digests)
 
-    def _evict(self) -> None:
+    def _evict(self, *, at_least: int = 0) -> None:
         """Delete what is too much, the longest unused first, and forget what has expired."""
         (now_s, _), num_pages = self._kv.run_all([("TIME",), ("ZCARD", self._uses)])
         commands: list[Command] = []
-        excess = min(num_pages - self._max_pages, _MAX_EVICTED)
+        excess = min(max(num_pages - self._max_pages, at_least), _MAX_EVICTED)
         if excess > 0:
             for digest in self._kv.run(("ZRANGE", self._uses, 0, excess - 1)):
                 pages = [keys.prefix_page(self._layout_id, group, digest) for group in self._groups]
