@@ -7,7 +7,6 @@ so do those that requests share.
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -92,7 +91,6 @@ class Engine:
             kv_pages=kv_pages,
             prefix_pages=local_prefixes or stored_prefixes,
             coverage=lambda: [workers_per_group] * num_groups,
-            draw_seed=lambda: secrets.randbits(63),
         )
         turns: list[Callable[[float], object]] = [scheduler.turn]
         for group in range(num_groups):

@@ -15,6 +15,9 @@ from services.cli.settings import load_config, with_cluster_urls
 from services.cli.tree import EXIT_UNAVAILABLE, app
 from shared.config import parse_size
 
+# Redis flushes its append-only file each second, and puts a write off for two if the disk is slow.
+STORE_FLUSH_S = 3.0
+
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="A loaded model. Default: the one loaded last.")
 ]
@@ -82,7 +85,7 @@ def scheduler(
         bool, typer.Option("--no-prefix-cache", help="Compute every prompt from its beginning.")
     ] = False,
     max_requests: Annotated[
-        int, typer.Option(help="Requests taken at once, running or waiting.", min=1, max=65_535)
+        int, typer.Option(help="Requests that run at once.", min=1, max=65_535)
     ] = 256,
 ) -> None:
     """Admit, start and answer requests until SIGTERM or Ctrl-C.
@@ -99,6 +102,7 @@ def scheduler(
     config = load_config()
     limits = SchedulerLimits(
         max_in_flight=max_requests,
+        settle_after_s=STORE_FLUSH_S,
         kv_budget_bytes=parse_size(kv_budget, field="--kv-budget"),
         prefix_budget_bytes=(
             None if no_prefix_cache else parse_size(prefix_budget, field="--prefix-budget")
