@@ -30,7 +30,13 @@ pytestmark = [pytest.mark.real_model, pytest.mark.servers, pytest.mark.timeout(3
 NUM_SHARED = 1_000  # tokens of a system prompt
 SAMPLING = SamplingParams(temperature=0.8, seed=3, max_tokens=16, ignore_eos=True)
 RULES = "Rule {}: answer in short words, name the colour of machine {} and never that of another. "
-QUESTIONS = ("What is the colour of the sky?", "Who are you?", "Count to ten.", "Name a river.")
+QUESTIONS = (
+    "What is the colour of the sky?",
+    "Who are you?",
+    "Count to ten.",
+    "Name a river.",
+    "Why?",
+)
 
 
 @dataclass(frozen=True)
@@ -100,8 +106,7 @@ def test_a_shared_system_prompt_is_computed_once_also_when_every_worker_was_rest
         cluster.start("scheduler")
         cluster.wait_until_serving(2)
         with producer_to(amqp_url, fresh_redis_url) as producer:
-            first = ask(producer, prompts[0])
-            second = ask(producer, prompts[1])
+            first, *then = [ask(producer, prompt) for prompt in prompts[:3]]
             for worker in workers:
                 worker.send_signal(signal.SIGTERM)
             for worker in workers:
@@ -109,15 +114,14 @@ def test_a_shared_system_prompt_is_computed_once_also_when_every_worker_was_rest
             for group in (0, 1):
                 cluster.start("worker", "--group", str(group))
             cluster.wait_until_serving(2)
-            third = ask(producer, prompts[2])
-            fourth = ask(producer, prompts[3])
+            restarted = [ask(producer, prompt) for prompt in prompts[3:]]
 
-    answers = [first, second, third, fourth]
+    answers = [first, *then, *restarted]
     print([(a.num_cached, round(a.first_token_s * 1e3)) for a in answers])
     assert [answer.tokens for answer in answers] == expected
-    assert [answer.num_cached for answer in answers] == [0, 992, 992, 992]
-    assert second.first_token_s <= 0.25 * first.first_token_s
-    assert third.first_token_s <= 0.25 * first.first_token_s
+    assert [answer.num_cached for answer in answers] == [0, 992, 992, 992, 992]
+    for later in (then, restarted):  # of two, as the machine may be busy with other things
+        assert min(a.first_token_s for a in later) <= 0.25 * first.first_token_s
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])
