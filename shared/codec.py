@@ -242,6 +242,7 @@ def _reply_fields(reply: Reply) -> dict[str, Any]:
         "token_ids": reply.token_ids,
         "num_prompt_tokens": reply.num_prompt_tokens,
         "error": reply.error,
+        "num_cached_tokens": reply.num_cached_tokens,
     }
 
 
@@ -261,6 +262,7 @@ def _read_reply(raw: dict[str, Any]) -> Reply:
         token_ids=token_ids,
         num_prompt_tokens=take_int(raw, "num_prompt_tokens"),
         error=take_text(raw, "error", ""),
+        num_cached_tokens=take_int(raw, "num_cached_tokens", 0),
     )
 
 

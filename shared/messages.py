@@ -181,7 +181,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`reply.v1`: the final answer, sent to a request's `reply_to` queue."""
+    """`reply.v1`: the final answer, sent to a request's `reply_to` queue.
+
+    The first `num_cached_tokens` of the prompt had been computed for others before.
+    """
 
     request_id: str
     finish_reason: FinishReason
@@ -189,6 +192,7 @@ class Reply:
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     error: str = ""
+    num_cached_tokens: int = 0
 
 
 Message = Request | Step | Reply

@@ -21,11 +21,13 @@ from shared.broker.base import Broker, Delivery, Outgoing
 from shared.broker.memory import MemoryBroker, MemoryHub
 from shared.messages import Reply, Request, SamplingParams, Step
 from shared.model.layer_group import LayerGroup
+from shared.model.local_prefixes import LocalPrefixes
 from shared.store.attempts import Attempts
 from shared.store.connection import connect
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
 from shared.store.ledger_types import FinalEvent, LedgerRecord
+from shared.store.prefix_pages import StoredPrefixes
 from shared.store.presence_types import WorkerInfo, WorkerState
 from shared.text.chat_template import ChatTemplate
 from shared.topology import (
@@ -62,7 +64,8 @@ class FakeClock:
 class Rig:
     """Queues, stores and a layout of `num_groups`; workers and schedulers are added by tests.
 
-    `embedded`: rows stay in their worker, as in the pipeline of one process.
+    `embedded`: rows stay in their worker, as in the pipeline of one process. `prefix_bytes` None is
+    `--no-prefix-cache`.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Rig:
         *,
         limits: WorkerLimits = WorkerLimits(),
         embedded: bool = False,
+        prefix_bytes: int | None = 256 << 20,
     ) -> None:
         model = rig_model()
         self.config = model.config
@@ -84,6 +88,14 @@ class Rig:
         self.kv_pages = KvPages.of_layout(
             self.stores.kv, self.layout, self.config.kv_row_bytes_per_layer
         )
+        self.prefixes = StoredPrefixes(
+            self.stores.kv,
+            self.layout,
+            self.config.kv_row_bytes_per_layer,
+            max_bytes=prefix_bytes or 0,
+        )
+        self.local_prefixes = LocalPrefixes(num_groups, max_bytes=prefix_bytes or 0)
+        self._has_prefixes = prefix_bytes is not None
         self.front = self.new_broker()
         self.front.declare([*control_queues(), *group_queues(self.layout)])
         self.limits = limits
@@ -96,6 +108,11 @@ class Rig:
         self.coverage = [1] * num_groups
         self._actors: dict[Any, Broker] = {}
         self._taps: dict[str, MemoryBroker] = {}
+
+    @property
+    def actors(self) -> list[Any]:
+        """The workers and schedulers that live."""
+        return list(self._actors)
 
     def new_broker(self) -> MemoryBroker:
         return MemoryBroker(self.hub)
@@ -129,6 +146,7 @@ class Rig:
             broker=broker,
             ledger=ledger or self.ledger,
             kv_pages=kv_pages or self._shared_pages,
+            prefixes=self.local_prefixes if self._embedded else None,
             membership=None if self._embedded else membership,
             limits=limits or self.limits,
             faults=faults,
@@ -152,6 +170,7 @@ class Rig:
         broker: Any = None,
         ledger: Any = None,
         kv_pages: Any = None,
+        prefix_pages: Any = None,
         draw_seed: Callable[[str], int] = lambda _: 99,
         limits: SchedulerLimits = SchedulerLimits(),
     ) -> Scheduler:
@@ -163,6 +182,7 @@ class Rig:
             broker=broker,
             ledger=ledger or self.ledger,
             kv_pages=kv_pages or self._shared_pages,
+            prefix_pages=prefix_pages or self._prefix_pages(),
             coverage=lambda: self.coverage,
             peers=lambda: list(self.peers.values()),
             draw_seed=draw_seed,
@@ -173,6 +193,11 @@ class Rig:
         )
         self._actors[scheduler] = broker
         return scheduler
+
+    def _prefix_pages(self) -> Any:
+        if not self._has_prefixes:
+            return None
+        return self.local_prefixes if self._embedded else self.prefixes
 
     def kill(self, actor: Worker | Scheduler) -> None:
         """As `kill -9` does: its connection closes, what it had not settled goes back."""

@@ -24,6 +24,7 @@ class Answer:
     text: str = ""
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     first_token_s: float | None = None
     last_token_s: float = 0.0
 
@@ -43,6 +44,8 @@ class Answer:
         if not self.text and self.finish_reason is FinishReason.STOP:
             parts.append("the model ended without a word")
         prompt = _count(self.num_prompt_tokens, "prompt token")
+        if self.num_cached_tokens:
+            prompt += f", {self.num_cached_tokens} of them cached"
         return f"{', '.join(parts)} ({prompt}, finish: {self.finish_reason})"
 
 
@@ -84,6 +87,7 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
                     _say(answer, detokenizer.finish(), echo=echo)
                     answer.finish_reason = event.finish_reason
                     answer.num_prompt_tokens = event.num_prompt_tokens
+                    answer.num_cached_tokens = event.num_cached
                     if event.finish_reason is FinishReason.ERROR:
                         raise PermanentError(event.error)
                     if event.num_generated != len(answer.token_ids):

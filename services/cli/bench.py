@@ -161,8 +161,13 @@ def _bench_model(
     peer_file = peer_model or resolve_model(model, config.cache_dir)
     opener = open_peer(peer_file, threads, peer=peer, binary=peer_bin)
     results = []
-    with open_session(
-        config, model=model, cluster=False, num_groups=1, num_threads=threads
+    with open_session(  # the same prompt again and again would be read from the cache
+        config,
+        model=model,
+        cluster=False,
+        num_groups=1,
+        num_threads=threads,
+        prefix_cache=False,
     ) as session:
         other = opener() if opener else None
         for size in sizes:

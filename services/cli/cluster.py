@@ -78,6 +78,12 @@ def scheduler(
         str,
         typer.Option(help="KV memory of the requests that run at once; others wait their turn."),
     ] = "1GiB",
+    prefix_budget: Annotated[
+        str, typer.Option(help="KV memory for what prompts begin with, kept for others, beside it.")
+    ] = "256MiB",
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Compute every prompt from its beginning.")
+    ] = False,
     max_requests: Annotated[
         int, typer.Option(help="Requests that run at once.", min=1, max=65_535)
     ] = 256,
@@ -85,7 +91,7 @@ def scheduler(
     """Admit, start and answer requests until SIGTERM or Ctrl-C.
 
     Drives on what stands still. Several may run; each has a budget of its own, so give each a
-    share of the memory of the KV server.
+    share of the memory of the KV server. The prefix budget is one for all of them.
 
     Example: cellpipe scheduler --kv-budget 512MiB
     """
@@ -98,6 +104,9 @@ def scheduler(
         max_in_flight=max_requests,
         settle_after_s=STORE_FLUSH_S,
         kv_budget_bytes=parse_size(kv_budget, field="--kv-budget"),
+        prefix_budget_bytes=(
+            None if no_prefix_cache else parse_size(prefix_budget, field="--prefix-budget")
+        ),
     )
     stopping = stop_on_signals()
     with open_cluster(config) as (broker, stores):

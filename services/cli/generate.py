@@ -62,6 +62,10 @@ Threads = Annotated[
     int,
     typer.Option("--threads", help="Threads of the embedded kernel; 0 is one a core.", min=0),
 ]
+NoPrefixCache = Annotated[
+    bool,
+    typer.Option("--no-prefix-cache", help="Embedded: compute every prompt from its beginning."),
+]
 
 
 @app.command()
@@ -78,6 +82,7 @@ def run(
     raw: Annotated[bool, typer.Option(help="Continue the prompt, without chat template.")] = False,
     groups: Groups = 1,
     threads: Threads = 0,
+    no_prefix_cache: NoPrefixCache = False,
     timeout: Timeout = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -96,7 +101,12 @@ def run(
     sampling = _sampling(temperature, top_k, top_p, seed, max_tokens)
     turns = _conversation(system, [ChatMessage("user", text)])
     with open_session(
-        config, model=model, cluster=cluster, num_groups=groups, num_threads=threads
+        config,
+        model=model,
+        cluster=cluster,
+        num_groups=groups,
+        num_threads=threads,
+        prefix_cache=not no_prefix_cache,
     ) as session:
         request = Request(
             request_id=new_request_id(),
@@ -115,6 +125,7 @@ def run(
             "token_ids": answer.token_ids,
             "finish_reason": answer.finish_reason,
             "num_prompt_tokens": answer.num_prompt_tokens,
+            "num_cached_tokens": answer.num_cached_tokens,
             "seed": sampling.seed,
             "tokens_per_s": answer.tokens_per_s,
             "time_to_first_token_ms": None if first_s is None else first_s * 1e3,
@@ -138,6 +149,7 @@ def chat(
     system: System = None,
     groups: Groups = 1,
     threads: Threads = 0,
+    no_prefix_cache: NoPrefixCache = False,
     timeout: Timeout = 600.0,
 ) -> None:
     """Talk with the model. An empty line or Ctrl-D ends it; Ctrl-C stops an answer.
@@ -152,7 +164,12 @@ def chat(
     sampling = _sampling(temperature, top_k, top_p, seed, max_tokens)
     history: list[ChatMessage] = []
     with open_session(
-        config, model=model, cluster=cluster, num_groups=groups, num_threads=threads
+        config,
+        model=model,
+        cluster=cluster,
+        num_groups=groups,
+        num_threads=threads,
+        prefix_cache=not no_prefix_cache,
     ) as session:
         note = _seed_note(sampling)
         typer.echo(f"{session.model_id}{note}. An empty line ends the conversation.", err=True)

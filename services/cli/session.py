@@ -36,17 +36,34 @@ class Session:
 
 @contextmanager
 def open_session(
-    config: Config, *, model: str, cluster: bool | None, num_groups: int, num_threads: int
+    config: Config,
+    *,
+    model: str,
+    cluster: bool | None,
+    num_groups: int,
+    num_threads: int,
+    prefix_cache: bool = True,
 ) -> Iterator[Session]:
     """The pipeline that a command asked for; closed at the end. Threads are the embedded one's."""
     if cluster is None:
         cluster = bool(config.amqp_url or config.redis_url)
     if cluster and num_groups != 1:
         raise ConfigError("--groups is for the embedded pipeline; a cluster has its layout's")
+    if cluster and not prefix_cache:
+        raise ConfigError(
+            "--no-prefix-cache is for the embedded pipeline",
+            remedy="in a cluster: cellpipe scheduler --no-prefix-cache",
+        )
     opened = (
         _cluster_session(config, model)
         if cluster
-        else _embedded_session(config, model, num_groups=num_groups, num_threads=num_threads)
+        else _embedded_session(
+            config,
+            model,
+            num_groups=num_groups,
+            num_threads=num_threads,
+            prefix_cache=prefix_cache,
+        )
     )
     with opened as session:
         yield session
@@ -54,9 +71,9 @@ def open_session(
 
 @contextmanager
 def _embedded_session(
-    config: Config, model: str, *, num_groups: int, num_threads: int
+    config: Config, model: str, *, num_groups: int, num_threads: int, prefix_cache: bool
 ) -> Iterator[Session]:
-    from services.embedded import Engine
+    from services.embedded import PREFIX_BYTES, Engine
     from services.loader.packed import open_packed
     from services.loader.pull import resolve_model
 
@@ -66,7 +83,13 @@ def _embedded_session(
     backend = kernel_backend(config, num_threads)
     # Flipped bits would be wrong words without any other sign; 0.2 s for 100 MB.
     read_shard = functools.partial(packed.read_shard, verify=True)
-    with Engine(packed.manifest, read_shard, backend, num_groups=num_groups) as engine:
+    with Engine(
+        packed.manifest,
+        read_shard,
+        backend,
+        num_groups=num_groups,
+        prefix_bytes=PREFIX_BYTES if prefix_cache else None,
+    ) as engine:
         yield Session(engine.producer, engine.tokenizer, engine.model_id, engine.check)
 
 

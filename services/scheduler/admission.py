@@ -112,7 +112,12 @@ def kv_bytes(plan: Plan, config: ModelConfig) -> int:
 
     The last token of the longest answer is never fed back, so it needs no row.
     """
-    return plan.max_position * config.num_hidden_layers * config.kv_row_bytes_per_layer
+    return plan.max_position * kv_bytes_per_position(config)
+
+
+def kv_bytes_per_position(config: ModelConfig) -> int:
+    """Bytes of the KV rows of one position in all layers."""
+    return config.num_hidden_layers * config.kv_row_bytes_per_layer
 
 
 def check_kv_bytes(plan: Plan, config: ModelConfig, max_bytes: int | None) -> None:

@@ -1,7 +1,7 @@
 """Answers requests that have ended, and forgets what the store holds for them alone.
 
-Owns the order: KV pages go, the reply is confirmed, the end is on the store's disk, the message is
-acked. Knows no step.
+Owns the order: full KV pages are shared, the others go, the reply is confirmed, the end is on the
+store's disk, the message is acked. Knows no step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import structlog
 from services.scheduler.admission import ServedModel
 from services.scheduler.held import Held
 from services.scheduler.limits import SchedulerLimits
+from services.scheduler.prefixes import Prefixes
 from services.scheduler.replies import reply_of, send_reply
 from shared.broker.base import Broker
 from shared.errors import PublishRefused
@@ -32,12 +33,14 @@ class Answers:
         broker: Broker,
         ledger: Ledger,
         kv_pages: KvPages | None,
+        prefixes: Prefixes,
         limits: SchedulerLimits,
     ) -> None:
         self._model = model
         self._broker = broker
         self._ledger = ledger
         self._kv_pages = kv_pages
+        self._prefixes = prefixes
         self._limits = limits
         self._sweeps: deque[tuple[float, str, int]] = deque()  # due, request, positions
 
@@ -68,8 +71,9 @@ class Answers:
         record = self._ledger.get(request_id)
         if record is None:
             return False  # lost just now: the next poll sees it
-        self.delete_rows(request_id, record.num_prompt_tokens + record.num_generated)
         reply = reply_of(record, self._ledger.tokens(request_id), self._model.tokenizer)
+        self._prefixes.ended(record, reply.token_ids)
+        self.delete_rows(request_id, record.num_prompt_tokens + record.num_generated)
         for delivery in list(held.unanswered):
             try:
                 send_reply(self._broker, delivery, reply, timeout_s=self._limits.confirm_timeout_s)
@@ -94,6 +98,7 @@ class Answers:
             request_id=request_id,
             finish_reason=reply.finish_reason,
             prompt_tokens=reply.num_prompt_tokens,
+            cached_tokens=reply.num_cached_tokens,
             tokens=len(reply.token_ids),
             duration_ms=round((now_s - held.started_s) * 1e3),
             error=reply.error,

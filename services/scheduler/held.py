@@ -15,7 +15,8 @@ class Held:
     """Several messages, when a producer sent the request twice: each has its reply and its ack.
 
     `running` is what is known of it while it runs, None for one that was refused. It waits
-    (`is_waiting`) until `kv_bytes` are free. `is_new` says that no step of it was ever sent, so
+    (`is_waiting`) until `kv_bytes` are free; the first `num_cached` positions of its prompt are
+    rows that it shares with others. `is_new` says that no step of it was ever sent, so
     that its first needs no new epoch. `next_count_s` is when its KV rows may be counted again,
     `sent_to` the worker that its last re-drive was meant for.
     `returned` holds messages that came again after a lost connection, while their first, stale
@@ -30,6 +31,7 @@ class Held:
     is_waiting: bool = False
     is_new: bool = False
     kv_bytes: int = 0
+    num_cached: int = 0
     next_count_s: float = 0.0
     sent_to: str = ""
     unanswered: list[Delivery] = field(default_factory=list)

@@ -14,12 +14,14 @@ class SchedulerLimits:
     `settle_after_s` is how long a request is kept in its queue after its end: until the end is on
     the store's disk. `reply_patience_s` is how long a full reply queue is tried.
 
-    `kv_budget_bytes` bounds the KV rows of what runs at once; None leaves that to the store. A
+    `kv_budget_bytes` bounds the KV rows of what runs at once; None leaves that to the store.
+    `prefix_budget_bytes` bounds those that are kept to be shared, beside them; None keeps none. A
     scheduler that looked at nothing for `blind_after_s` holds that time against no request.
     """
 
     max_in_flight: int = 256
     kv_budget_bytes: int | None = 1 << 30
+    prefix_budget_bytes: int | None = 256 << 20
     poll_s: float = 0.05
     coverage_check_s: float = 1.0
     confirm_timeout_s: float = 10.0

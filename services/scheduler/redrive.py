@@ -17,6 +17,7 @@ import structlog
 from services.scheduler.admission import first_step
 from services.scheduler.held import Held
 from services.scheduler.limits import SchedulerLimits
+from services.scheduler.prefixes import Prefixes
 from services.scheduler.records import plan_of
 from shared import codec, policy
 from shared.broker.base import Broker, Outgoing
@@ -45,6 +46,7 @@ class Redriver:
         broker: Broker,
         ledger: Ledger,
         kv_pages: KvPages | None,
+        prefixes: Prefixes,
         peers: Callable[[], Sequence[WorkerInfo]],
         limits: SchedulerLimits,
         rng: random.Random,
@@ -55,6 +57,7 @@ class Redriver:
         self._broker = broker
         self._ledger = ledger
         self._kv_pages = kv_pages
+        self._prefixes = prefixes
         self._limits = limits
         self._rng = rng
         self._pace = Pace()
@@ -81,7 +84,9 @@ class Redriver:
         return replace(running, rows=tuple(rows), most_rows=sum(rows), has_moved=any(rows))
 
     def start(self, request_id: str, held: Held, *, now_s: float) -> None:
-        """Send the whole prompt. A request that may have been started before gets a new epoch.
+        """Send the prompt, but for what it shares with others and every group has.
+
+        A request that may have been started before gets a new epoch.
 
         Raises `TransientError`; calling it again is then right. Raises `PermanentError` for a
         record that cannot be read.
@@ -90,9 +95,22 @@ class Redriver:
         assert running is not None, "only what runs is started"
         epoch = running.epoch if held.is_new else self._advance(request_id, held)
         held.is_new = False  # whatever becomes of the publish, its fate may stay unknown
-        if epoch is not None:
-            self._send(request_id, epoch, 0, worker_id="")
-            held.running = replace(running, epoch=epoch, moved_s=now_s, started_s=now_s)
+        if epoch is None:
+            return
+        record = self._record(request_id)
+        position = held.num_cached = self._prefixes.attach(record)
+        if position != record.num_cached:
+            self._ledger.note_cached(request_id, position)
+        self._send(record, epoch, position, worker_id="")
+        rows = (position,) * self._layout.num_groups
+        held.running = replace(
+            running,
+            epoch=epoch,
+            moved_s=now_s,
+            started_s=now_s,
+            rows=None if running.rows is None else rows,
+            most_rows=max(running.most_rows, sum(rows)),
+        )
 
     def look(
         self,
@@ -186,8 +204,11 @@ class Redriver:
         epoch = self._advance(request_id, held)
         if epoch is None:
             return
+        held.num_cached = min(held.num_cached, position)
+        if self._kv_pages is not None:
+            self._kv_pages.keep_shared(request_id, position)
         held.sent_to = self._other_worker(held.sent_to)
-        self._send(request_id, epoch, position, worker_id=held.sent_to)
+        self._send(self._record(request_id), epoch, position, worker_id=held.sent_to)
         held.running = running.redriven(
             epoch=epoch, now_s=around.now_s, jitter=self._rng.uniform(0.75, 1.0)
         )
@@ -226,14 +247,16 @@ class Redriver:
         ]
         return self._rng.choice([i for i in able if i != before] or able or [""])
 
-    def _send(self, request_id: str, epoch: int, position: int, *, worker_id: str) -> None:
-        """One step to group 0 with all tokens from `position` on; its last row is sampled.
-
-        Read after the epoch was advanced: nothing is committed in between any more.
-        """
+    def _record(self, request_id: str) -> LedgerRecord:
+        """Read after the epoch was advanced: nothing is committed in between any more."""
         record = self._ledger.get(request_id)
         if record is None:
             raise StoreDamaged(f"the store has lost the record of request {request_id}")
+        return record
+
+    def _send(self, record: LedgerRecord, epoch: int, position: int, *, worker_id: str) -> None:
+        """One step to group 0 with all tokens from `position` on; its last row is sampled."""
+        request_id = record.request_id
         generated = self._ledger.tokens(request_id) if record.num_generated else []
         if len(generated) != record.num_generated:
             raise StoreDamaged(

@@ -64,4 +64,5 @@ def reply_of(record: LedgerRecord, token_ids: Sequence[int], tokenizer: Tokenize
         token_ids=tuple(token_ids),
         num_prompt_tokens=record.num_prompt_tokens,
         error=record.error,
+        num_cached_tokens=record.num_cached,
     )

@@ -18,6 +18,7 @@ from services.scheduler.admission import (
     ServedModel,
     check_kv_bytes,
     kv_bytes,
+    kv_bytes_per_position,
     plan_request,
     seed_of,
 )
@@ -25,6 +26,7 @@ from services.scheduler.answers import Answers
 from services.scheduler.coverage import CoverageWatch
 from services.scheduler.held import Held
 from services.scheduler.limits import SchedulerLimits
+from services.scheduler.prefixes import Prefixes, PrefixPages
 from services.scheduler.records import plan_of, record_of, refusal_of
 from services.scheduler.redrive import Redriver
 from services.scheduler.replies import refusal_reply, send_reply
@@ -49,6 +51,7 @@ from shared.topology import REQUESTS_QUEUE
 
 log = structlog.get_logger()
 
+_FEW_HELD = 8  # a look at all of them at every admission is cheap
 MAX_PREFETCH = 65_535  # of AMQP
 
 
@@ -57,7 +60,8 @@ class Scheduler:
 
     `draw_seed` gives a seed to a request that has none, by its id. `coverage()` gives the number of
     live workers of each group, `peers()` what they tell of themselves. `kv_pages` None is the
-    embedded mode, where nothing is left behind in a store.
+    embedded mode, where nothing is left behind in a store. `prefix_pages` None shares no KV pages
+    among requests.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Scheduler:
         broker: Broker,
         ledger: Ledger,
         kv_pages: KvPages | None,
+        prefix_pages: PrefixPages | None = None,
         coverage: Callable[[], Sequence[int]],
         draw_seed: Callable[[str], int] = seed_of,
         peers: Callable[[], Sequence[WorkerInfo]] = tuple,
@@ -88,19 +93,28 @@ class Scheduler:
         self._budget = KvBudget(
             None if kv_pages is None else limits.kv_budget_bytes, limits.max_in_flight
         )
-        self._waiting_room = WaitingRoom(self._budget, self._send_first)
+        self._waiting_room = WaitingRoom(
+            self._budget, self._send_first, bytes_per_position=kv_bytes_per_position(model.config)
+        )
+        self._prefixes = Prefixes(prefix_pages, model.layout)
         self._coverage = CoverageWatch(coverage, every_s=limits.coverage_check_s)
         self._redriver = Redriver(
             layout=model.layout,
             broker=broker,
             ledger=ledger,
             kv_pages=kv_pages,
+            prefixes=self._prefixes,
             peers=peers,
             limits=limits,
             rng=rng or random.Random(),
         )
         self._answers = Answers(
-            model=model, broker=broker, ledger=ledger, kv_pages=kv_pages, limits=limits
+            model=model,
+            broker=broker,
+            ledger=ledger,
+            kv_pages=kv_pages,
+            prefixes=self._prefixes,
+            limits=limits,
         )
         self._next_poll_s = 0.0
         # Those that only settle must not keep others from running.
@@ -165,6 +179,10 @@ class Scheduler:
         except PermanentError as error:
             self._refuse_unreadable(delivery, str(error))
             return
+        if self.num_in_flight <= _FEW_HELD:
+            # What has ended just now is perhaps what this one begins with: a turn of a chat.
+            self._next_poll_s = 0.0
+            self._poll()
         try:
             record = self._ledger.get(request.request_id)
             if record is None:
@@ -223,7 +241,7 @@ class Scheduler:
             held.is_waiting = True
             self._end_what_never_fits(record)
         elif held.running is not None:
-            self._budget.reserve(record.request_id, held.kv_bytes)
+            self._waiting_room.reserve(record.request_id, held)
         log.info("request_adopted", request_id=record.request_id, generated=record.num_generated)
         self._waiting_room.let_in(self._held)
 
@@ -271,6 +289,7 @@ class Scheduler:
         if not self._held:
             return
         self._coverage.look(now_s)
+        self._prefixes.relieve(now_s)
         states = self._ledger.states(list(self._held))
         for request_id, held in list(self._held.items()):
             state = states.get(request_id)
@@ -283,9 +302,14 @@ class Scheduler:
                 held.running = None
                 if held.retry_at_s <= now_s:
                     self._answer(request_id, held, now_s)
+            else:
+                self._prefixes.committed(request_id, state.committed_position)
         damaged = self._redriver.look(self._held, states, self._surroundings(now_s))
         for request_id, reason in damaged.items():
             self._bury(request_id, reason)
+        for request_id, held in self._held.items():
+            if held.running is not None and not held.is_waiting:
+                self._waiting_room.reserve(request_id, held)  # what was shared may be lost
         self._waiting_room.let_in(self._held)
 
     def _surroundings(self, now_s: float) -> Surroundings:
@@ -330,6 +354,7 @@ class Scheduler:
         error = f"{reason}; send it again under a new id"
         self._ledger.bury(self._refusal(request_id, error))
         self._answers.delete_rows(request_id, self._model.config.max_position_embeddings)
+        self._prefixes.forget(request_id)
         log.error("request_buried", request_id=request_id, reason=reason)
 
     def _refusal(self, request_id: str, error: str) -> LedgerRecord:

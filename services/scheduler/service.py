@@ -21,6 +21,7 @@ from shared.process import rss_bytes
 from shared.store.connection import Stores
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
+from shared.store.prefix_pages import StoredPrefixes
 from shared.store.presence import Presence
 from shared.store.presence_types import SchedulerInfo
 from shared.store.shards import ShardStore
@@ -83,6 +84,7 @@ class SchedulerService:
             kv_pages=KvPages.of_layout(
                 self._stores.kv, layout, self._served.config.kv_row_bytes_per_layer
             ),
+            prefix_pages=self._prefix_pages(),
             coverage=lambda: self._presence.coverage(layout),
             peers=lambda: self._presence.workers(layout),
             limits=self._limits,
@@ -95,6 +97,13 @@ class SchedulerService:
             scheduler.leave()
         finally:
             self._leave()
+
+    def _prefix_pages(self) -> StoredPrefixes | None:
+        max_bytes = self._limits.prefix_budget_bytes
+        if max_bytes is None:
+            return None
+        row_bytes = self._served.config.kv_row_bytes_per_layer
+        return StoredPrefixes(self._stores.kv, self._served.layout, row_bytes, max_bytes=max_bytes)
 
     def _heartbeat_when_due(self, scheduler: Scheduler) -> None:
         now_s = self._clock()

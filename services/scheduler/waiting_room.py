@@ -43,8 +43,11 @@ class WaitingRoom:
     Those behind a big one wait too, or it would starve.
     """
 
-    def __init__(self, budget: KvBudget, start: Callable[[str, Held], None]) -> None:
+    def __init__(
+        self, budget: KvBudget, start: Callable[[str, Held], None], *, bytes_per_position: int
+    ) -> None:
         self._budget = budget
+        self._bytes_per_position = bytes_per_position
         self._start = start
         self._order: deque[str] = deque()
 
@@ -66,5 +69,10 @@ class WaitingRoom:
                         return
                     self._start(request_id, held)
                     held.is_waiting = False
-                self._budget.reserve(request_id, held.kv_bytes)
+                self.reserve(request_id, held)
             self._order.popleft()
+
+    def reserve(self, request_id: str, held: Held) -> None:
+        """Take the bytes of the rows of its own. Those that it shares have a budget of theirs."""
+        shared_bytes = held.num_cached * self._bytes_per_position
+        self._budget.reserve(request_id, held.kv_bytes - shared_bytes)

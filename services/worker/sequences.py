@@ -11,8 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from shared.errors import KvMissing
+from shared.errors import KernelError, KvMissing, StoreDamaged
 from shared.model.kv_cache import SequenceCache
+from shared.model.local_prefixes import LocalPrefixes
 from shared.store.kv_pages import KvPages
 
 Key = tuple[int, str]  # (group, request_id)
@@ -49,7 +50,8 @@ class SequencePool:
     """An LRU of sequence states under a byte budget.
 
     `kv_pages` None means that nothing outside this process holds the rows (embedded mode): then a
-    state lives until `drop` or until it was idle for `EMBEDDED_IDLE_S`, whatever the budget.
+    state lives until `drop` or until it was idle for `EMBEDDED_IDLE_S`, whatever the budget, and
+    `prefixes` is what its sequences share.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class SequencePool:
         *,
         max_bytes: int,
         idle_s: float = 60.0,
+        prefixes: LocalPrefixes | None = None,
     ) -> None:
         self._make_cache = make_cache
+        self._prefixes = prefixes
         self._kv_pages = kv_pages
         self._max_bytes = max_bytes
         self._idle_s = idle_s
@@ -71,7 +75,7 @@ class SequencePool:
         key = (group, request_id)
         state = self._states.get(key)
         if state is None:
-            state = self._states[key] = SequenceState(self._make_cache(group))
+            state = self._states[key] = SequenceState(self._open_cache(group, request_id))
         self._states.move_to_end(key)
         state.last_used_s = now_s
         return state
@@ -83,7 +87,8 @@ class SequencePool:
         """The state with at least rows 0..position-1 in its cache.
 
         Reads only the missing ones. Raises `KvMissing` when the store does not hold them (yet) or
-        there is none, `KernelError` when it holds what no cache ever wrote.
+        there is none, `KernelError` when it holds what no cache ever wrote. Shared rows that are
+        damaged are dropped for all, and missing.
         """
         state = self.get(group, request_id, now_s=now_s)
         have = state.cache.num_positions
@@ -92,9 +97,20 @@ class SequencePool:
                 raise KvMissing(
                     f"KV rows {have}..{position - 1} of {request_id} are gone in group {group}"
                 )
-            rows = self._kv_pages.read(request_id, group, have, position)
-            state.cache.import_rows(have, rows)
+            try:
+                rows = self._kv_pages.read(request_id, group, have, position)
+                state.cache.import_rows(have, rows)
+            except (KernelError, StoreDamaged) as error:
+                if not self._kv_pages.drop_shared(request_id, group):
+                    raise
+                # Perhaps its own rows are the damaged ones: all are computed again either way.
+                raise KvMissing(f"shared KV rows of {request_id} are dropped: {error}") from error
         return state
+
+    def _open_cache(self, group: int, request_id: str) -> SequenceCache:
+        if self._prefixes is None:
+            return self._make_cache(group)
+        return self._prefixes.open_cache(group, request_id, self._make_cache)
 
     def drop(self, request_id: str, groups: Iterable[int]) -> None:
         for group in groups:

@@ -41,6 +41,7 @@ from shared.messages import Step
 from shared.model.config import ModelConfig
 from shared.model.kv_cache import SequenceCache
 from shared.model.layer_group import LayerGroup
+from shared.model.local_prefixes import LocalPrefixes
 from shared.store.attempts import Attempts
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
@@ -66,7 +67,8 @@ class Membership:
 class Worker:
     """Serves the layer groups in `layer_groups`, by group number.
 
-    `kv_pages` None is the embedded mode: no other process could take over, so rows stay local.
+    `kv_pages` None is the embedded mode: no other process could take over, so rows stay local, and
+    `prefixes` has those that requests share.
     Without a `membership` there are no routes and no inbox: steps go by their group's queue.
     """
 
@@ -79,6 +81,7 @@ class Worker:
         broker: Broker,
         ledger: Ledger,
         kv_pages: KvPages | None,
+        prefixes: LocalPrefixes | None = None,
         membership: Membership | None = None,
         limits: WorkerLimits = WorkerLimits(),
         faults: Faults | None = None,
@@ -105,7 +108,9 @@ class Worker:
         self._clock = clock
         self._sleep = sleep
         self._backoff = Backoff(first_s=0.05, max_s=2.0)
-        self._pool = SequencePool(self._new_cache, kv_pages, max_bytes=limits.kv_cache_bytes)
+        self._pool = SequencePool(
+            self._new_cache, kv_pages, max_bytes=limits.kv_cache_bytes, prefixes=prefixes
+        )
         self._worker_id = membership.worker_id if membership else ""
         self._inbox = Inbox(
             broker,

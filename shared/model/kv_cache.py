@@ -6,6 +6,8 @@ position, for each layer of the group, keys then values, fp16 little-endian, kv 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -42,6 +44,13 @@ class SequenceCache:
     def nbytes(self) -> int:
         """Bytes of the pages that exist."""
         return len(self.pages) * self.page_bytes
+
+    def adopt_pages(self, pages: Sequence[Page]) -> None:
+        """Begin with full pages that other sequences hold too; nobody writes to them again."""
+        assert not self.pages, "only a new cache begins with pages of others"
+        self.pages = list(pages)
+        self.num_positions = len(pages) * PAGE_POSITIONS
+        self._note_addresses()
 
     def ensure_capacity(self, end_position: int) -> None:
         """Make pages for positions 0..end_position-1."""

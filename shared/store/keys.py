@@ -30,6 +30,21 @@ def kv_page(request_id: str, layout_id: str, group: int, page: int) -> str:
     return f"{PREFIX}{{{request_id}}}:kv:{layout_id}:{group}:{page}"
 
 
+def kv_shared(request_id: str, layout_id: str) -> str:
+    """String: digests of the pages that stand for a request's first ones, 32 bytes each."""
+    return f"{PREFIX}{{{request_id}}}:kv:{layout_id}:shared"
+
+
+def prefix_page(layout_id: str, group: int, digest: bytes) -> str:
+    """String: 16 rows of keys and values, of whatever request begins with these tokens."""
+    return f"{PREFIX}prefix:{layout_id}:{group}:{digest.hex()}"
+
+
+def prefix_uses(model_id: str, layout_id: str) -> str:
+    """Sorted set: digests of shared pages by when they were last used, in microseconds."""
+    return f"{PREFIX}prefix_uses:{model_id}:{layout_id}"
+
+
 def attempts(request_id: str, layout_id: str, group: int, position: int) -> str:
     """Hash: worker id -> when it began to compute a step that was delivered before."""
     return f"{PREFIX}{{{request_id}}}:attempts:{layout_id}:{group}:{position}"

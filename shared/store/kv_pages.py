@@ -5,6 +5,9 @@ position-major, in one Redis string. Rows of a request in a group are contiguous
 a write that would leave a gap is refused, and a read of what is not there is an error. Neither
 ever yields zeros. Rows are a function of the tokens alone, so writing them again is harmless.
 
+The first pages of a request may be shared with others (`prefix_pages.py`): a list of digests in the
+store, one a page, says which pages stand for them. All that is read, counted or written goes by it.
+
 A Redis string of a page is best below 1 MiB (64 KiB rows) and at most 8 MiB.
 """
 
@@ -13,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.errors import ConfigError, KvMissing
+from shared.errors import ConfigError, KvMissing, StoreDamaged
 from shared.store import keys
 from shared.store.connection import Call, Command, Connection
 from shared.store.scripts import load_script
 from shared.topology import Layout
 
 PAGE_ROWS = 16
+DIGEST_BYTES = 32
 MAX_PAGE_BYTES = 8 << 20
 # A long request would outlive its first pages; refreshing them all at every 16th page costs half
 # a command a token at 2,048 positions.
@@ -99,11 +103,12 @@ class KvPages:
         Raises `KvMissing` unless all of them are there.
         """
         size = self._row_bytes[group]
+        shared = self.shared(request_id)
         commands: list[Command] = []
         for page in range(start // PAGE_ROWS, -(-stop // PAGE_ROWS)):
             first = max(start - page * PAGE_ROWS, 0)
             end = min(stop - page * PAGE_ROWS, PAGE_ROWS)
-            key = self._key(request_id, group, page)
+            key = self._place(request_id, group, page, shared)
             commands.append(("GETRANGE", key, first * size, end * size - 1))
         rows = b"".join(self._kv.run_all(commands))
         # Only the last page can be short without a gap, so the sum tells all.
@@ -116,25 +121,30 @@ class KvPages:
 
     def num_rows(self, request_id: str, group: int) -> int:
         """How many rows there are from position 0 without a gap."""
-        num_rows = 0
+        num_rows, shared = 0, self.shared(request_id)
         while True:
-            found = self._count(request_id, (group,), num_rows // PAGE_ROWS, 64)[0]
+            found = self._count(request_id, (group,), num_rows // PAGE_ROWS, 64, shared)[0]
             num_rows += found
             if found < 64 * PAGE_ROWS:
                 return num_rows
 
     def rows_by_group(self, request_id: str, num_positions: int) -> list[int]:
-        """`num_rows` of every group, counted up to `num_positions`, in one round trip.
+        """`num_rows` of every group, counted up to `num_positions`, in two round trips.
 
         Their minimum is where a re-drive starts.
         """
         num_pages = -(-num_positions // PAGE_ROWS)
-        counts = self._count(request_id, range(len(self._row_bytes)), 0, num_pages)
+        groups, shared = range(len(self._row_bytes)), self.shared(request_id)
+        counts = self._count(request_id, groups, 0, num_pages, shared)
         return [min(count, num_positions) for count in counts]
 
     def delete(self, request_id: str, num_groups: int, num_positions: int) -> None:
-        """Drop the pages of positions 0..num_positions-1 in groups 0..num_groups-1."""
-        pages = [
+        """Drop its own pages of positions 0..num_positions-1 in groups 0..num_groups-1.
+
+        What it shares with others stays with them.
+        """
+        pages = [keys.kv_shared(request_id, self._layout_id)]
+        pages += [
             self._key(request_id, group, page)
             for group in range(num_groups)
             for page in range(-(-num_positions // PAGE_ROWS))
@@ -145,6 +155,35 @@ class KvPages:
                 for first in range(0, len(pages), _DELETE_KEYS)
             ]
         )
+
+    def shared(self, request_id: str) -> list[bytes]:
+        """The digests of the shared pages that stand for its first ones; empty without any."""
+        key = keys.kv_shared(request_id, self._layout_id)
+        listed = self._kv.run_all([("GET", key)], keep=(StoreDamaged,))[0]
+        if not isinstance(listed, bytes):  # none, or garbled: then its rows are missing
+            return []
+        whole = len(listed) // DIGEST_BYTES * DIGEST_BYTES
+        return [listed[i : i + DIGEST_BYTES] for i in range(0, whole, DIGEST_BYTES)]
+
+    def keep_shared(self, request_id: str, position: int) -> None:
+        """Let only rows before `position` be shared ones: the others are computed again."""
+        keep_bytes = -(-position // PAGE_ROWS) * DIGEST_BYTES
+        key = keys.kv_shared(request_id, self._layout_id)
+        self._kv.run(Call(load_script("kv_unlist"), (key,), (keep_bytes,)))
+
+    def drop_shared(self, request_id: str, group: int) -> bool:
+        """Delete the shared pages of a request in one group, for all. False when there are none."""
+        shared = self.shared(request_id)
+        if shared:
+            pages = [keys.prefix_page(self._layout_id, group, digest) for digest in shared]
+            self._kv.run(("UNLINK", *pages))
+        return bool(shared)
+
+    def _place(self, request_id: str, group: int, page: int, shared: Sequence[bytes]) -> str:
+        """The key that holds a page of a request: a shared one, or its own."""
+        if page < len(shared):
+            return keys.prefix_page(self._layout_id, group, shared[page])
+        return self._key(request_id, group, page)
 
     def _key(self, request_id: str, group: int, page: int) -> str:
         return keys.kv_page(request_id, self._layout_id, group, page)
@@ -163,12 +202,17 @@ class KvPages:
         pages = range(first - needs_page_before, last + 1)
         return Call(
             load_script("kv_write"),
-            [self._key(write.request_id, write.group, page) for page in pages],
+            [
+                keys.kv_shared(write.request_id, self._layout_id),
+                *(self._key(write.request_id, write.group, page) for page in pages),
+            ],
             (
                 PAGE_ROWS * size,
                 row * size,
                 self._ttl_ms,
                 int(needs_page_before),
+                first,
+                DIGEST_BYTES,
                 bytes(write.rows),
             ),
         )
@@ -186,19 +230,27 @@ class KvPages:
         ]
 
     def _count(
-        self, request_id: str, groups: Sequence[int], first_page: int, num_pages: int
+        self,
+        request_id: str,
+        groups: Sequence[int],
+        first_page: int,
+        num_pages: int,
+        shared: Sequence[bytes],
     ) -> list[int]:
         lengths = self._kv.run_all(
             [
-                ("STRLEN", self._key(request_id, group, first_page + page))
+                ("STRLEN", self._place(request_id, group, first_page + page, shared))
                 for group in groups
                 for page in range(num_pages)
-            ]
+            ],
+            keep=(StoreDamaged,),
         )
         counts = []
         for number, group in enumerate(groups):
             count = 0
             for length in lengths[number * num_pages : (number + 1) * num_pages]:
+                # What is of another type holds no rows.
+                length = length if isinstance(length, int) else 0
                 rows = min(length // self._row_bytes[group], PAGE_ROWS)
                 count += rows
                 if rows < PAGE_ROWS:

@@ -1,8 +1,9 @@
 -- Write consecutive rows into pages, never leaving a gap. Returns 1, or 0 when rows before are missing.
--- KEYS: the page before the first when the rows begin a page and are not the first ones, then the
--- pages. ARGV: bytes of a page, offset of the rows in the first page, ms to live, '1' if the page
--- before is given, rows.
-local page_bytes, offset, rows = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[5]
+-- Rows of pages that the request shares with others are there already and are left out.
+-- KEYS: the list of shared pages, the page before the first when the rows begin a page and are not
+-- the first ones, then the pages. ARGV: bytes of a page, offset of the rows in the first page, ms to
+-- live, '1' if the page before is given, number of the first page, bytes of a list entry, rows.
+local page_bytes, offset, rows = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[7]
 local lengths = {}
 for i = 1, #KEYS do
   lengths[i] = redis.pcall('STRLEN', KEYS[i])
@@ -12,13 +13,21 @@ for i = 1, #KEYS do
     lengths[i] = 0
   end
 end
-local first = 1
-if ARGV[4] == '1' then
-  if lengths[1] < page_bytes then
+local first = ARGV[4] == '1' and 3 or 2
+local shared = math.floor(lengths[1] / tonumber(ARGV[6])) - tonumber(ARGV[5])
+if lengths[1] > 0 then
+  redis.call('PEXPIRE', KEYS[1], ARGV[3])
+end
+if shared > #KEYS - first then
+  return 1
+elseif shared > 0 then
+  rows = string.sub(rows, shared * page_bytes - offset + 1)
+  first, offset = first + shared, 0
+elseif shared < 0 and first == 3 then
+  if lengths[2] < page_bytes then
     return 0
   end
-  first = 2
-elseif lengths[1] < offset then
+elseif lengths[first] < offset then
   return 0
 end
 if first == #KEYS then

@@ -173,6 +173,12 @@ class Ledger:
             )
         )
 
+    def note_cached(self, request_id: str, num_cached: int) -> None:
+        """Note how many positions of a prompt were there when it was started."""
+        self._meta.run(
+            Call(load_script("ledger_cached"), (keys.ledger(request_id),), (num_cached,))
+        )
+
     def advance_epoch(self, request_id: str, expected: int, new: int) -> int | None:
         """Fence off what still runs at epoch `expected`. Returns the epoch the request has now.
 

@@ -1,7 +1,7 @@
 -- Commit the token of one position; the first writer wins.
 -- KEYS: ledger, events.
 -- ARGV: epoch, position, token id, finish reason or '', ms to live while running, and after the end.
-local row = redis.call('HMGET', KEYS[1], 'epoch', 'committed', 'finish_reason', 'num_prompt')
+local row = redis.call('HMGET', KEYS[1], 'epoch', 'committed', 'finish_reason', 'num_prompt', 'num_cached')
 if not row[1] then
   return {'unknown'}
 end
@@ -34,7 +34,8 @@ elseif not redis.call('XADD', KEYS[2], 'NOMKSTREAM', event_id, 't', ARGV[3]) the
 end
 if ARGV[4] ~= '' then
   redis.call('XADD', KEYS[2], ARGV[2] .. '-1', 'reason', ARGV[4], 'error', '',
-    'num_prompt', row[4], 'num_generated', position + 1 - num_prompt)
+    'num_prompt', row[4], 'num_generated', position + 1 - num_prompt,
+    'num_cached', row[5] or '0')
   redis.call('HSET', KEYS[1], 'committed', ARGV[2], 'finish_reason', ARGV[4])
   redis.call('PEXPIRE', KEYS[1], ARGV[6])
   redis.call('PEXPIRE', KEYS[2], ARGV[6])

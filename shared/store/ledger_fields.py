@@ -36,6 +36,7 @@ def flat_fields(record: LedgerRecord) -> list[Argument]:
         "committed": record.num_prompt_tokens - 1,
         "finish_reason": record.finish_reason or "",
         "error": record.error[:MAX_ERROR_CHARS],
+        "num_cached": record.num_cached,
     }
     return [part for field in fields.items() for part in field]
 
@@ -65,6 +66,7 @@ def read_event(entry: Sequence[Any]) -> Event:
             _text(fields["error"]),
             int(fields["num_prompt"]),
             int(fields["num_generated"]),
+            int(fields.get("num_cached", b"0")),
         )
     except (KeyError, ValueError) as error:
         raise DecodeError(f"event {event_id} of a request cannot be read: {error}") from error
@@ -87,6 +89,7 @@ def read_record(request_id: str, fields: Mapping[str, bytes]) -> LedgerRecord:
             committed_position=int(fields["committed"]),
             finish_reason=read_reason(fields["finish_reason"]),
             error=_text(fields["error"]),
+            num_cached=int(fields.get("num_cached", b"0")),
         )
     except (KeyError, ValueError, TypeError, CellpipeError) as error:
         raise DecodeError(f"the ledger of request {request_id} cannot be read: {error}") from error

@@ -1,12 +1,13 @@
 -- End a request that still runs. Returns 1 when this call ended it, else 0.
 -- KEYS: ledger, events. ARGV: reason, error, ms to live after the end.
-local row = redis.pcall('HMGET', KEYS[1], 'committed', 'finish_reason', 'num_prompt')
+local row = redis.pcall('HMGET', KEYS[1], 'committed', 'finish_reason', 'num_prompt', 'num_cached')
 if row.err or not row[1] or row[2] ~= '' then
   return 0
 end
 local committed, num_prompt = tonumber(row[1]) or -1, tonumber(row[3]) or 0
 local final = {'reason', ARGV[1], 'error', ARGV[2],
-  'num_prompt', num_prompt, 'num_generated', committed + 1 - num_prompt}
+  'num_prompt', num_prompt, 'num_generated', committed + 1 - num_prompt,
+  'num_cached', tonumber(row[4]) or 0}
 local added = redis.pcall('XADD', KEYS[2], committed .. '-1', unpack(final))
 if type(added) == 'table' and added.err then
   if string.find(tostring(added.err), 'OOM') then

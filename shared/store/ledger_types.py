@@ -14,7 +14,8 @@ class LedgerRecord:
     P prompt length. `sampling.seed` is given: a repeat draws the same tokens. `max_position` is the
     last position that a generated token may take. `committed_position` is that of the last token
     that is known, P-1 until the first is generated (-1 stands for that in a new record).
-    `finish_reason` None means that it still runs. `deadline_unix_ms` 0 means none.
+    `finish_reason` None means that it still runs. The rows of the first `num_cached` positions were
+    there when it started: it shares them with other requests. `deadline_unix_ms` 0 means none.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class LedgerRecord:
     committed_position: int = -1
     finish_reason: FinishReason | None = None
     error: str = ""
+    num_cached: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -108,13 +110,14 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinalEvent:
-    """The end of a request, its last event."""
+    """The end of a request, its last event. `num_cached` as in `LedgerRecord`."""
 
     event_id: str
     finish_reason: FinishReason
     error: str
     num_prompt_tokens: int
     num_generated: int
+    num_cached: int = 0
 
 
 Event = TokenEvent | FinalEvent

@@ -65,6 +65,13 @@ def test_no_cluster_says_what_to_set(tmp_path: Path) -> None:
     assert "infra/servers up" in result.stderr
 
 
+def test_the_prefix_cache_of_a_cluster_is_its_schedulers_matter(tmp_path: Path) -> None:
+    result = cellpipe("run", "--cluster", "--no-prefix-cache", "hello", cwd=tmp_path)
+
+    assert result.returncode == 2
+    assert "cellpipe scheduler --no-prefix-cache" in result.stderr
+
+
 @pytest.mark.parametrize("command", [["worker"], ["scheduler"], ["run", "--cluster", "hi"]])
 def test_servers_that_are_down_are_named_without_their_password(command: list[str]) -> None:
     settings = {

@@ -62,6 +62,7 @@ EXAMPLES: dict[str, Message] = {
     "request.v1.prompt": Request("req-2", prompt="Hello"),
     "request.v1.token_ids": Request("req-3", token_ids=(1, 2, 3)),
     "reply.v1": REPLY,
+    "reply.v1.cached": replace(REPLY, num_cached_tokens=16, num_prompt_tokens=20),
     "reply.v1.error": Reply("req-4", FinishReason.ERROR, "", (), 3, "deadline passed"),
 }
 

@@ -40,3 +40,11 @@ def test_a_model_that_says_nothing_is_said_to() -> None:
     )
 
     assert "without a word" in answer.closing_line()
+
+
+def test_cached_tokens_of_the_prompt_are_named() -> None:
+    line = Answer(
+        finish_reason=FinishReason.ABORT, num_prompt_tokens=40, num_cached_tokens=32
+    ).closing_line()
+
+    assert line == "0 tokens (40 prompt tokens, 32 of them cached, finish: abort)"

@@ -14,6 +14,7 @@ from services.worker.limits import WorkerLimits
 from services.worker.worker import Worker
 from shared.errors import StoreUnavailable
 from shared.messages import Request, SamplingParams
+from shared.store.leftovers import leftover_keys
 from shared.topology import REQUESTS_QUEUE
 from tests.faults import LosableBroker
 from tests.rig import Rig, assert_answers
@@ -25,6 +26,11 @@ ASKED = [
     ("b", prompt_of(9, salt=1), SamplingParams(seed=3, max_tokens=8, ignore_eos=True)),
     ("c", prompt_of(23, salt=2), SAMPLED),
 ]
+# Asked later, when pages of the first may be shared.
+ASKED_LATER = [
+    ("d", prompt_of(40) + prompt_of(5, salt=3), SAMPLED),
+    ("e", prompt_of(40), SamplingParams(seed=3, max_tokens=8, ignore_eos=True)),
+]
 # Every worker sleeps on the rig's one clock, so a back-off ages what others have parked.
 LIMITS = WorkerLimits(max_batch_rows=12, park_limit_s=1_000.0, kv_cache_bytes=40_000)
 
@@ -32,7 +38,8 @@ events = st.one_of(
     st.just(("nothing",)),
     st.tuples(st.sampled_from(["kill", "lose", "copy", "drop"]), st.integers(0, 2 * NUM_GROUPS)),
     st.just(("flush",)),
-    st.tuples(st.sampled_from(["kv", "ledger"]), st.integers(1, 6)),
+    st.tuples(st.sampled_from(["kv", "ledger", "prefixes"]), st.integers(1, 6)),
+    st.tuples(st.just("evict"), st.integers(0, 9)),
 )
 
 
@@ -63,6 +70,7 @@ class Cluster:
     def __init__(self) -> None:
         self.rig = Rig(NUM_GROUPS, limits=LIMITS)
         self.kv, self.ledger = Weather(self.rig.kv_pages), Weather(self.rig.ledger)
+        self.prefixes = Weather(self.rig.prefixes)
         self.parts: list[tuple[Worker | Scheduler, LosableBroker]] = []
         for index in range(2 * NUM_GROUPS + 1):
             self.parts.append(self.new_part(index))
@@ -70,7 +78,10 @@ class Cluster:
     def new_part(self, index: int) -> tuple[Worker | Scheduler, LosableBroker]:
         line = LosableBroker(self.rig.hub)
         if index == 2 * NUM_GROUPS:
-            return self.rig.add_scheduler(broker=line, ledger=self.ledger), line
+            scheduler = self.rig.add_scheduler(
+                broker=line, ledger=self.ledger, prefix_pages=self.prefixes
+            )
+            return scheduler, line
         part = self.rig.add_worker(
             index % NUM_GROUPS, broker=line, ledger=self.ledger, kv_pages=self.kv
         )
@@ -94,6 +105,11 @@ class Cluster:
                 self.kv.num_failures = number
             case "ledger":
                 self.ledger.num_failures = number
+            case "prefixes":
+                self.prefixes.num_failures = number
+            case "evict":
+                if found := sorted(self.rig.stores.kv.run(("KEYS", "*:prefix:*"))):
+                    self.rig.stores.kv.run(("DEL", found[number % len(found)]))
 
     def drop_steps(self) -> None:
         """As a broker's restart does, here with that of all workers."""
@@ -121,14 +137,20 @@ def test_no_fault_changes_a_token_or_an_end(strikes: Sequence[tuple[Any, ...]]) 
     for request_id, prompt, sampling in ASKED:
         rig.submit(Request(request_id, token_ids=prompt, sampling=sampling), reply_to="mine")
 
-    for strike in strikes:
+    for strike in strikes[: len(strikes) // 2]:
+        cluster.strike(*strike)
+        rig.turn()
+    for request_id, prompt, sampling in ASKED_LATER:
+        rig.submit(Request(request_id, token_ids=prompt, sampling=sampling), reply_to="mine")
+    for strike in strikes[len(strikes) // 2 :]:
         cluster.strike(*strike)
         rig.turn()
     rig.run_until(lambda: rig.num_messages(REQUESTS_QUEUE) == 0)
     rig.clock.sleep(LIMITS.park_limit_s)  # a late copy may wait for rows that are deleted
     rig.run_until_quiet()
 
-    assert_answers(rig, ASKED)
+    assert_answers(rig, [*ASKED, *ASKED_LATER])
     assert rig.num_messages(REQUESTS_QUEUE) == 0
     assert rig.num_dead() == 0
-    assert {reply.request_id for reply in rig.replies("mine")} == {"a", "b", "c"}
+    assert {reply.request_id for reply in rig.replies("mine")} == set("abcde")
+    assert leftover_keys(rig.stores, "abcde") == []
