@@ -44,6 +44,7 @@ from tests.faults import Crash
 from tests.gguf_files import CHAT_TEMPLATE
 from tests.rig_model import GREEDY, expected_tokens, rig_layer_group, rig_model, rig_tokenizer
 
+PEERS_TTL_S = 5.0
 TURN_COST_S = 0.01  # what the clock moves on after everything had a turn
 MAX_ROUNDS = 3_000
 
@@ -100,6 +101,7 @@ class Rig:
         self.front.declare([*control_queues(), *group_queues(self.layout)])
         self.limits = limits
         self.attempts = Attempts(self.stores.meta)
+        self._died_at_s: dict[str, float] = {}
         self.peers: dict[str, WorkerInfo] = {}  # what presence would say
         self._embedded = embedded
         self._num_workers = 0
@@ -137,7 +139,7 @@ class Rig:
         worker_id = worker_id or f"w{self._num_workers}"
         all_groups = tuple(sorted({*groups, *(layer_groups or {})}))
         self.peers[worker_id] = WorkerInfo(worker_id, all_groups, WorkerState.SERVING)
-        membership = Membership(worker_id, lambda: list(self.peers.values()), self.attempts)
+        membership = Membership(worker_id, self.read_peers, self.attempts, PEERS_TTL_S)
         worker = Worker(
             layout=self.layout,
             config=self.config,
@@ -184,7 +186,7 @@ class Rig:
             kv_pages=kv_pages or self._shared_pages,
             prefix_pages=prefix_pages or self._prefix_pages(),
             coverage=lambda: self.coverage,
-            peers=lambda: list(self.peers.values()),
+            peers=self.read_peers,
             draw_seed=draw_seed,
             limits=limits,
             clock=self.clock,
@@ -202,6 +204,16 @@ class Rig:
     def kill(self, actor: Worker | Scheduler) -> None:
         """As `kill -9` does: its connection closes, what it had not settled goes back."""
         self._actors.pop(actor).close()
+        if isinstance(actor, Worker):
+            self._died_at_s[actor.worker_id] = self.clock()
+
+    def read_peers(self) -> list[WorkerInfo]:
+        """What presence tells: of the dead for a while."""
+        for worker_id, died_at_s in list(self._died_at_s.items()):
+            if self.clock() > died_at_s + PEERS_TTL_S:
+                del self._died_at_s[worker_id]
+                self.peers.pop(worker_id, None)
+        return list(self.peers.values())
 
     def freeze(self, worker: Worker) -> tuple[Worker, Broker]:
         """As SIGSTOP does: it has no turns, but its connection stays."""
@@ -324,6 +336,14 @@ class Rig:
 
     def open_reply_queue(self, name: str, max_length: int | None = None) -> None:
         self.front.declare([QueueSpec(name, max_length=max_length)])
+
+    def redeliver(self, queue: str) -> None:
+        """As if a worker had taken what waits there and died: it comes as delivered before."""
+        victim = self.new_broker()
+        victim.consume(queue, prefetch=1_000)
+        while victim.take(0.0) is not None:
+            pass
+        victim.close()
 
     def take_all(self, queue: str) -> list[Any]:
         """Take and settle what is ready in a queue; the decoded messages."""

@@ -19,8 +19,8 @@ class Pending:
 
     While its KV rows are missing it is parked: `retry_at_s` (monotonic) says when to look again,
     `parked_since_s` since when it waits. A suspect is computed alone: it may have killed the worker
-    that had it before. `is_marked` says that the store knows of the attempt. `decode_ns` is what it
-    took to read it.
+    that had it before. `is_marked` says that the store knows of the attempt, `suspected_since_s`
+    since when it waits to be told whether others died of it. `decode_ns` is what it took to read.
     """
 
     delivery: Delivery
@@ -30,6 +30,7 @@ class Pending:
     retry_at_s: float = 0.0
     is_suspect: bool = False
     is_marked: bool = False
+    suspected_since_s: float | None = None
     decode_ns: int = 0
 
     @property

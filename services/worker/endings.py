@@ -9,12 +9,14 @@ import structlog
 
 from services.worker.batch import Pending
 from services.worker.inbox import Inbox
-from services.worker.suspects import Drop, Go, Poison, Suspects
+from services.worker.suspects import Drop, Go, Poison, Suspects, Wait
 from shared.errors import StoreDamaged
 from shared.messages import FinishReason
 from shared.store.ledger import Ledger
 
 log = structlog.get_logger()
+
+SUSPECT_RETRY_S = 0.5
 
 
 class Endings:
@@ -27,19 +29,23 @@ class Endings:
         suspects: Suspects,
         *,
         forget: Callable[[str], None],
+        clock: Callable[[], float],
     ) -> None:
         self._inbox = inbox
         self._ledger = ledger
         self._suspects = suspects
         self._forget = forget
+        self._clock = clock
 
     def may_compute(self, item: Pending) -> bool:
-        """Whether the item may be computed now; if not, it is settled."""
+        """Whether the item may be computed now; if not, it is settled, or looked at again."""
         match self._suspects.admit(item):
             case Go():
                 return True
             case Drop():
                 self._inbox.ack(item)
+            case Wait():
+                item.retry_at_s = self._clock() + SUSPECT_RETRY_S
             case Poison(num_attempts=num_attempts, workers=workers):
                 reason = (
                     f"layer group {item.step.group} died {num_attempts} times of the step at "

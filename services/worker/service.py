@@ -151,7 +151,10 @@ class WorkerService:
                 ledger=self._ledger,
                 kv_pages=self._kv_pages,
                 membership=Membership(
-                    self.worker_id, lambda: self._presence.workers(self._layout), self._attempts
+                    self.worker_id,
+                    lambda: self._presence.workers(self._layout),
+                    self._attempts,
+                    peers_ttl_s=self._options.presence_ttl_ms / 1000,
                 ),
                 limits=self._limits_beside(groups),
                 faults=self._faults,

@@ -3,11 +3,13 @@
 A delivery that was delivered before, or was handed over from another queue, may have killed the
 worker that had it: it is a suspect, is computed alone, and the attempt is marked before. Two marks
 of processes that never came back, and the first delivery that none marked, make three attempts.
+A mark of a process that lives is none: it may only have lost its connection. Presence tells of a
+death late, so where it matters the suspect waits until it must have told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -16,6 +18,7 @@ from services.worker.batch import Pending
 from shared.errors import StoreDamaged, StoreUnavailable
 from shared.store.attempts import Attempts, StepName
 from shared.store.ledger import Ledger
+from shared.store.presence_types import WorkerInfo
 
 log = structlog.get_logger()
 
@@ -28,6 +31,11 @@ class Go:
 @dataclass(frozen=True, slots=True)
 class Drop:
     """Nobody needs it any more: its request has ended, or was started anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Whether those who began it have died is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +56,22 @@ class Suspects:
         *,
         worker_id: str,
         max_attempts: int,
+        patience_s: float,
+        read_peers: Callable[[], Sequence[WorkerInfo]],
+        clock: Callable[[], float],
         unix_ms: Callable[[], int],
     ) -> None:
+        """`patience_s`: after it presence shows nobody who died before."""
         self._attempts = attempts
         self._ledger = ledger
         self._worker_id = worker_id
         self._max_attempts = max_attempts
+        self._patience_s = patience_s
+        self._read_peers = read_peers
+        self._clock = clock
         self._unix_ms = unix_ms
 
-    def admit(self, item: Pending) -> Go | Drop | Poison:
+    def admit(self, item: Pending) -> Go | Drop | Wait | Poison:
         """Decide on an item that is to be computed next, and mark the attempt.
 
         Raises `StoreUnavailable`: without a mark it is not computed.
@@ -67,14 +82,23 @@ class Suspects:
             return Drop()
         name = _name(item)
         try:
-            died = self._attempts.begin(name, self._worker_id, now_unix_ms=self._unix_ms())
+            others = self._attempts.begin(name, self._worker_id, now_unix_ms=self._unix_ms())
         except StoreDamaged:  # whatever is there, it is no mark of ours
             self._attempts.forget(name)
-            died = ()
-        num_failed = 1 + len(died)
-        if num_failed >= self._max_attempts:
-            return Poison(num_failed, died)
+            others = ()
         item.is_marked = True
+        if 1 + len(others) < self._max_attempts:
+            return Go()
+        alive = {peer.worker_id for peer in self._read_peers()}
+        died = tuple(worker_id for worker_id in others if worker_id not in alive)
+        if 1 + len(died) >= self._max_attempts:
+            return Poison(1 + len(died), died)
+        now_s = self._clock()
+        if item.suspected_since_s is None:
+            item.suspected_since_s = now_s
+        if now_s - item.suspected_since_s < self._patience_s:
+            self._clear(item, forget=False)
+            return Wait()
         return Go()
 
     def is_over(self, item: Pending) -> bool:

@@ -57,11 +57,15 @@ TURN_WEIGHT = 0.1  # of the newest turn in the mean
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a worker needs to be one of several: its name, the others, and marks on suspects."""
+    """What a worker needs to be one of several: its name, the others, and marks on suspects.
+
+    `read_peers` tells of nobody who died `peers_ttl_s` ago or earlier.
+    """
 
     worker_id: str
     read_peers: Callable[[], Sequence[WorkerInfo]]
     attempts: Attempts
+    peers_ttl_s: float = 5.0
 
 
 class Worker:
@@ -126,6 +130,9 @@ class Worker:
             ledger,
             worker_id=self._worker_id,
             max_attempts=limits.max_attempts,
+            patience_s=membership.peers_ttl_s + 1.0 if membership else 0.0,
+            read_peers=membership.read_peers if membership else lambda: (),
+            clock=clock,
             unix_ms=unix_ms,
         )
         self._suspects_first = True
@@ -134,6 +141,7 @@ class Worker:
             ledger,
             self._suspects,
             forget=lambda request_id: self._pool.drop(request_id, self._layer_groups),
+            clock=clock,
         )
         self._readiness = Readiness(
             pool=self._pool,
@@ -167,6 +175,10 @@ class Worker:
         )
         for group, layer_group in layer_groups.items():
             self.serve_group(group, layer_group)
+
+    @property
+    def worker_id(self) -> str:
+        return self._worker_id
 
     @property
     def groups(self) -> tuple[int, ...]:

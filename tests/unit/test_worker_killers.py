@@ -13,10 +13,11 @@ from shared.dead_letters import DeadLetter
 from shared.errors import StoreUnavailable
 from shared.messages import FinishReason
 from shared.store import keys
+from shared.store.attempts import StepName
 from shared.topology import DEAD_QUEUE
 from tests.faults import Crash, Tripwire
-from tests.rig import Rig, assert_answers
-from tests.rig_model import prompt_of
+from tests.rig import PEERS_TTL_S, Rig, assert_answers
+from tests.rig_model import GREEDY, prompt_of
 from tests.steps import OTHERS, a_step, start_others
 
 
@@ -198,3 +199,45 @@ def test_a_dead_letter_survives_its_headers() -> None:
     delivery = Delivery("dead", b"x", False, "", "", "", None, letter.headers(), "first")
 
     assert DeadLetter.of(delivery) == letter
+
+
+@pytest.mark.parametrize(("num_dead", "is_poison"), [(0, False), (1, False), (2, True)])
+def test_marks_of_processes_that_live_are_no_deaths(num_dead: int, is_poison: bool) -> None:
+    # given two workers that began the step; those that live lost no more than their connection
+    rig = Rig(2)
+    markers = [rig.add_worker(1), rig.add_worker(1)]
+    prompt = prompt_of(6)
+    step = rig.start("a", prompt)
+    name = StepName(step.request_id, step.layout_id, 0, 0)
+    for worker in markers:
+        rig.attempts.begin(name, worker.worker_id, now_unix_ms=1)
+    rig.redeliver(rig.queue(0))
+    for worker in markers[:num_dead]:
+        rig.kill(worker)
+    rig.add_worker(1)
+
+    rig.add_worker(0)
+    rig.run_until_done("a")
+
+    if is_poison:
+        assert "layer group 0 died 3 times" in rig.record("a").error
+    else:
+        assert_answers(rig, [("a", prompt, GREEDY)])
+
+
+def test_a_death_is_not_called_poison_before_presence_could_tell_of_it() -> None:
+    rig = Rig(2)
+    doomed = [rig.add_worker(1), rig.add_worker(1)]
+    step = rig.start("a", prompt_of(6))
+    name = StepName(step.request_id, step.layout_id, 0, 0)
+    for worker in doomed:
+        rig.attempts.begin(name, worker.worker_id, now_unix_ms=1)
+        rig.kill(worker)
+    rig.redeliver(rig.queue(0))
+    died_at_s = rig.clock()
+
+    rig.add_worker(0)
+    rig.run_until_done("a")
+
+    assert rig.record("a").error
+    assert PEERS_TTL_S < rig.clock() - died_at_s < PEERS_TTL_S + 1.0
