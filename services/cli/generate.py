@@ -62,6 +62,14 @@ Threads = Annotated[
     int,
     typer.Option("--threads", help="Threads of the embedded kernel; 0 is one a core.", min=0),
 ]
+Speculate = Annotated[
+    bool,
+    typer.Option(
+        "--speculate/--no-speculate",
+        help="Guess tokens ahead from the text so far: faster where it repeats itself, "
+        "and the same tokens.",
+    ),
+]
 
 
 @app.command()
@@ -74,6 +82,7 @@ def run(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     seed: Seed = None,
+    speculate: Speculate = True,
     system: System = None,
     raw: Annotated[bool, typer.Option(help="Continue the prompt, without chat template.")] = False,
     groups: Groups = 1,
@@ -93,7 +102,7 @@ def run(
     text = _prompt_text(prompt)
     if raw and system is not None:
         raise ConfigError("--system goes through the chat template, which --raw leaves out")
-    sampling = _sampling(temperature, top_k, top_p, seed, max_tokens)
+    sampling = _sampling(temperature, top_k, top_p, seed, max_tokens, speculate)
     turns = _conversation(system, [ChatMessage("user", text)])
     with open_session(
         config, model=model, cluster=cluster, num_groups=groups, num_threads=threads
@@ -135,6 +144,7 @@ def chat(
     top_k: TopK = 40,
     top_p: TopP = 0.95,
     seed: Seed = None,
+    speculate: Speculate = True,
     system: System = None,
     groups: Groups = 1,
     threads: Threads = 0,
@@ -149,7 +159,7 @@ def chat(
 
     config = load_config(quiet=True)
     _check_timeout(timeout)
-    sampling = _sampling(temperature, top_k, top_p, seed, max_tokens)
+    sampling = _sampling(temperature, top_k, top_p, seed, max_tokens, speculate)
     history: list[ChatMessage] = []
     with open_session(
         config, model=model, cluster=cluster, num_groups=groups, num_threads=threads
@@ -173,14 +183,24 @@ def chat(
 
 
 def _sampling(
-    temperature: float, top_k: int, top_p: float, seed: int | None, max_tokens: int
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+    max_tokens: int,
+    speculate: bool,
 ) -> Sampling:
     """The parameters, with a seed drawn here if none was given, so that it can be shown."""
     if seed is None:
         seed = secrets.randbits(31)
     try:
         return Sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            speculation=speculate,
         )
     except RequestError as error:
         raise ConfigError(str(error)) from error
