@@ -112,7 +112,8 @@ def plan_batch(
     candidates = [item for item in _first_of_each_request(ready) if item.step.group == group]
     suspects = [item for item in candidates if item.is_suspect]
     if suspects and (suspects_first or len(suspects) == len(candidates)):
-        candidates = suspects[:1]
+        # The one that waits longest for another look: a parked one would keep the others waiting.
+        candidates = [min(suspects, key=lambda item: item.retry_at_s)]
     elif suspects:
         candidates = [item for item in candidates if not item.is_suspect]
     # sorted is stable: arrival order holds within decode steps and within prefill.

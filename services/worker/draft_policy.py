@@ -12,10 +12,10 @@ from dataclasses import dataclass
 # Rows of one sequence in a step; more gain little, as one wrong guess makes the rest useless.
 MAX_DRAFT = 5
 MAX_MATCH = 3  # tokens of the n-gram that is looked up
-MIN_GAIN = 1.1  # below this the estimate is not worth its noise
+MIN_GAIN = 1.2  # below this the estimate is not worth its noise
 
 # Of guesses that follow 1, 2 and 3 known tokens, before any were seen; as good as 4 seen ones.
-_PRIOR_RATES = (0.1, 0.3, 0.6)
+_PRIOR_RATES = (0.05, 0.2, 0.5)
 _PRIOR_TRIES = 4.0
 _DECAY = 0.9  # of what was seen, at every step: texts change
 # Time of a batch of 1 to 6 rows over that of one, and of each further row: SmolLM2-135M, one core,

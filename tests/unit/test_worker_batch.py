@@ -148,3 +148,13 @@ def test_a_suspect_is_computed_without_its_draft() -> None:
     (piece,) = plan([make_pending("a", position=5, draft=(1, 2), is_suspect=True)])
 
     assert (piece.num_rows, piece.draft, piece.completes) == (1, (), True)
+
+
+def test_a_parked_suspect_does_not_keep_other_suspects_waiting() -> None:
+    parked = make_pending("a", position=5, is_suspect=True)
+    parked.park(now_s=1.0, retry_s=0.005)
+    other = make_pending("b", position=3, is_suspect=True)
+
+    (piece,) = plan([parked, other], now_s=2.0)
+
+    assert piece.request_id == "b"
