@@ -36,8 +36,9 @@ GATHER_S = 0.02
 class Engine:
     """A running pipeline over a packed model; a context manager.
 
-    `producer` submits requests and follows them, `tokenizer` turns their tokens into text. Raises
-    `ConfigError` for a number of groups that the model cannot be cut into.
+    `producer` submits requests and follows them, `tokenizer` turns their tokens into text,
+    `workers` compute them. Raises `ConfigError` for a number of groups that the model cannot be cut
+    into.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Engine:
         self._failure: BaseException | None = None
         self._brokers: list[MemoryBroker] = []
         self._hub = MemoryHub()
+        self.workers: list[Worker] = []
         self._stores = connect("memory://")
         ledger = Ledger(self._stores.meta)
         # Two workers of a group share rows through the store; one alone is their only reader.
@@ -90,6 +92,7 @@ class Engine:
                     kv_pages=kv_pages,
                     limits=limits,
                 )
+                self.workers.append(worker)
                 turns.append(worker.turn)
         self._threads = [
             threading.Thread(target=self._run, args=(turn,), name=f"cellpipe-{i}", daemon=True)

@@ -76,7 +76,9 @@ def test_a_draft_makes_another_kind_which_an_older_worker_refuses() -> None:
 
 def test_speculation_is_on_unless_a_request_says_no() -> None:
     for value, body in [(True, {}), (True, {"speculation": True}), (False, {"speculation": False})]:
-        got = decode(json.dumps({"request_id": "r", "prompt": "x", "sampling": body}).encode(), JSON)
+        got = decode(
+            json.dumps({"request_id": "r", "prompt": "x", "sampling": body}).encode(), JSON
+        )
 
         assert isinstance(got, Request)
         assert got.sampling.speculation is value

@@ -136,9 +136,7 @@ def test_a_batch_that_is_big_drafts_nothing() -> None:
     assert last.num_drafted == 0
 
 
-def draft_by_hand(
-    rig: Rig, draft: Sequence[int], sampling: SamplingParams, **changes: Any
-) -> None:
+def draft_by_hand(rig: Rig, draft: Sequence[int], sampling: SamplingParams, **changes: Any) -> None:
     """Start a request in two groups, and add a draft to its first decode step."""
     rig.add_worker(0)
     line = LossyBroker(rig.new_broker(), lost={1}, only_if=is_step)
