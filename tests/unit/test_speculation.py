@@ -225,7 +225,7 @@ def test_no_row_is_computed_that_no_token_could_need() -> None:
 @pytest.mark.parametrize("nth", [2, 5, 9])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("group", "part", "method"), CALLS)
-def test_a_worker_that_dies_anywhere_in_its_turn_changes_no_token(
+def test_a_worker_that_dies_with_a_draft_in_hand_changes_no_token(
     group: int, part: str, method: str, after: bool, nth: int
 ) -> None:
     rig = Rig(2, limits=SLICED)
