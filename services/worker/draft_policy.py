@@ -18,8 +18,8 @@ MIN_GAIN = 1.2  # below this the estimate is not worth its noise
 _PRIOR_RATES = (0.05, 0.2, 0.5)
 _PRIOR_TRIES = 4.0
 _DECAY = 0.9  # of what was seen, at every step: texts change
-# Time of a batch of 1 to 6 rows over that of one, and of each further row: SmolLM2-135M on one core,
-# layers and head. Up to 4 rows reading the weights is most of it, from there every row has its price.
+# Time of a batch of 1 to 6 rows over that of one, and of each further row: SmolLM2-135M, layers and
+# head, on one core. Up to 4 rows reading the weights is most of it; then every row has its price.
 _FEW_ROWS = (1.0, 1.13, 1.49, 1.49, 1.85, 2.0)
 _COST_PER_ROW = 0.45
 
