@@ -26,8 +26,11 @@ ASKED = [
     ("b", prompt_of(3, salt=4) * 3, SamplingParams(seed=3, max_tokens=14, ignore_eos=True)),
     ("c", prompt_of(23, salt=2), SAMPLED),
 ]
-# Every worker sleeps on the rig's one clock, so a back-off ages what others have parked.
-LIMITS = WorkerLimits(max_batch_rows=12, park_limit_s=1_000.0, kv_cache_bytes=40_000)
+# Every worker sleeps on the rig's one clock, so a back-off ages what others have parked. Three
+# strikes may meet one step by chance, which is no killer for that.
+LIMITS = WorkerLimits(
+    max_batch_rows=12, park_limit_s=1_000.0, kv_cache_bytes=40_000, max_attempts=1_000
+)
 
 events = st.one_of(
     st.just(("nothing",)),
