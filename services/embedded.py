@@ -6,7 +6,6 @@ thread of its own. Nothing outlives the process, so with one worker a group KV r
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -78,7 +77,6 @@ class Engine:
             ledger=ledger,
             kv_pages=kv_pages,
             coverage=lambda: [workers_per_group] * num_groups,
-            draw_seed=lambda: secrets.randbits(63),
         )
         turns: list[Callable[[float], object]] = [scheduler.turn]
         for group in range(num_groups):

@@ -17,7 +17,7 @@ from shared.broker.base import Broker, Delivery, Outgoing
 from shared.dead_letters import DeadLetter
 from shared.errors import DecodeError, PermanentError, RequestError
 from shared.messages import Request, Step
-from shared.producer import new_request_id
+from shared.producer import hand_over, new_request_id
 from shared.store.ledger import Ledger
 from shared.topology import DEAD_QUEUE, REQUESTS_QUEUE, control_queues
 
@@ -69,7 +69,7 @@ class DeadQueue:
         """Ask what a letter's request asked once more, under a new id, which is returned.
 
         The old request has ended and stays ended. Raises `RequestError` for an unknown letter and
-        for one from which nothing can be asked.
+        for one from which nothing can be asked, `Overloaded` when the request queue is full.
         """
         with self._held() as deliveries:
             delivery = _find(deliveries, letter_id)[0]
@@ -81,7 +81,7 @@ class DeadQueue:
                 correlation_id=delivery.correlation_id,
                 reply_to=delivery.reply_to,
             )
-            self._broker.publish([outgoing]).wait(CONFIRM_S)
+            hand_over(self._broker, outgoing, CONFIRM_S)
             self._settle(deliveries, delivery)  # a crash above leaves the letter
             return request.request_id
 

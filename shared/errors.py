@@ -12,6 +12,7 @@
     └── TransientError         worth another try, with back-off
         ├── BrokerUnavailable  no connection to the broker within the time allowed
         ├── PublishRefused     the broker refused a message: its queue is full
+        │   └── Overloaded     a request that was not taken: as many wait as the cluster takes
         ├── Unroutable         a message whose queue does not exist
         ├── ConfirmTimeout     a publish whose confirm did not come in time: its fate is unknown
         ├── StoreUnavailable   no connection to the store in the time allowed, or it refuses writes
@@ -77,6 +78,20 @@ class BrokerUnavailable(TransientError):
 
 class PublishRefused(TransientError):
     """The broker refused a message because its queue is full."""
+
+
+class Overloaded(PublishRefused):
+    """A request that was not taken: as many wait as the cluster takes.
+
+    `retry_after_s` is when to try again; whoever is refused again should wait twice as long.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(
+            message,
+            remedy=f"try again in {retry_after_s:g} s, and after twice as long each time",
+        )
+        self.retry_after_s = retry_after_s
 
 
 class Unroutable(TransientError):

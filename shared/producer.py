@@ -8,18 +8,29 @@ from collections.abc import Callable, Iterator
 
 from shared import codec
 from shared.broker.base import Broker, Outgoing
-from shared.errors import RequestError, TransientError
+from shared.errors import Overloaded, PublishRefused, RequestError, TransientError
 from shared.messages import FinishReason, Request
 from shared.store.ledger import START, Ledger
 from shared.store.ledger_types import Event, FinalEvent
 from shared.topology import REQUESTS_QUEUE
 
 DEADLINE_GRACE_MS = 10_000  # for a scheduler that waits for a server, or is replaced by another
+RETRY_AFTER_S = 5.0  # a full queue takes more once a fifth of it has been served
 
 
 def new_request_id() -> str:
     """A fresh request id: 96 random bits in hex, behind "r-"."""
     return f"r-{secrets.token_hex(12)}"
+
+
+def hand_over(broker: Broker, request: Outgoing, timeout_s: float) -> None:
+    """Publish a message to the request queue. Raises `Overloaded`, and what `Confirm.wait` does."""
+    try:
+        broker.publish([request]).wait(timeout_s)
+    except PublishRefused as error:
+        raise Overloaded(
+            f"the cluster takes no more requests for now: {error}", retry_after_s=RETRY_AFTER_S
+        ) from error
 
 
 class Producer:
@@ -36,9 +47,10 @@ class Producer:
     def submit(self, request: Request, *, timeout_s: float = 10.0) -> None:
         """Hand a request over; when this returns, the broker has it and it will be answered.
 
-        Raises `PublishRefused` when the queue is full, `Unroutable` when no cluster has ever
-        declared it, `ConfirmTimeout` or `BrokerUnavailable` when its fate is unknown: submitting
-        the same request_id again is then safe. Raises `RequestError` for one that is too large.
+        Raises `Overloaded` when the queue is full: then nothing was taken, and nothing will come
+        of it. Raises `Unroutable` when no cluster has ever declared it, `ConfirmTimeout` or
+        `BrokerUnavailable` when its fate is unknown: submitting the same request_id again is then
+        safe. Raises `RequestError` for one that is too large.
         """
         body = codec.encode(request)
         if len(body) > codec.MAX_FRAME_BYTES:
@@ -46,8 +58,7 @@ class Producer:
                 f"the request takes {len(body)} bytes, over the limit of {codec.MAX_FRAME_BYTES}",
                 remedy="send a shorter prompt",
             )
-        outgoing = Outgoing(REQUESTS_QUEUE, body, persistent=True)
-        self._broker.publish([outgoing]).wait(timeout_s)
+        hand_over(self._broker, Outgoing(REQUESTS_QUEUE, body, persistent=True), timeout_s)
 
     def events(
         self,

@@ -12,10 +12,11 @@ from enum import StrEnum
 from shared.errors import ConfigError, ModelError
 from shared.manifest import Manifest
 
-QUEUE_SCHEMA = "v1"
+QUEUE_SCHEMA = "v2"
 REQUESTS_QUEUE = f"cellpipe.{QUEUE_SCHEMA}.requests"
 DEAD_QUEUE = f"cellpipe.{QUEUE_SCHEMA}.dead"
 MAX_QUEUED_REQUESTS = 10_000
+MAX_QUEUED_REQUEST_BYTES = 256 << 20  # one may have 8 MiB
 LOAD_AGAIN = "load the model again: cellpipe load MODEL --groups N"
 # How long a step waits for the worker it was meant for before any worker of its group may take it.
 # Recovery after SIGKILL, 3 groups x 2 workers on 2 cores, p50 / p99: 1.2 / 2.4 s at 1,000 and
@@ -37,13 +38,14 @@ class QueueType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QueueSpec:
-    """A durable queue. `max_length` bounds it with reject-publish; `dead_letter_queue` takes what
-    is rejected without requeue, and what waits undelivered for longer than `message_ttl_ms`. A
-    queue that has had no consumer for `expires_ms` is deleted."""
+    """A durable queue. `max_length` messages or `max_bytes` bound it with reject-publish;
+    `dead_letter_queue` takes what is rejected without requeue, and what waits undelivered for
+    longer than `message_ttl_ms`. A queue that has had no consumer for `expires_ms` is deleted."""
 
     name: str
     queue_type: QueueType = QueueType.CLASSIC
     max_length: int | None = None
+    max_bytes: int | None = None
     dead_letter_queue: str | None = None
     delivery_limit: int | None = None
     message_ttl_ms: int | None = None
@@ -173,16 +175,18 @@ def inbox_spec(
 def control_queues() -> tuple[QueueSpec, ...]:
     """The queues that exist once per cluster."""
     return (
-        QueueSpec(DEAD_QUEUE, QueueType.CLASSIC),
         # Quorum: an accepted request must survive a broker. A scheduler's restart redelivers
         # what it held, and 4.x dead-letters after 20 redeliveries unless told otherwise.
         QueueSpec(
             REQUESTS_QUEUE,
             QueueType.QUORUM,
             max_length=MAX_QUEUED_REQUESTS,
+            max_bytes=MAX_QUEUED_REQUEST_BYTES,
             dead_letter_queue=DEAD_QUEUE,
             delivery_limit=1_000_000,
         ),
+        # Last, for the last declaration alone may be gone if RabbitMQ is killed just then (Mnesia).
+        QueueSpec(DEAD_QUEUE, QueueType.CLASSIC),
     )
 
 

@@ -44,6 +44,19 @@ class ThreadCluster:
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self.failures: list[BaseException] = []
+        try:
+            self._bring_up(packed, num_groups, workers_per_group, scheduler_limits)
+        except BaseException:
+            self._shut_down()  # what runs on would serve the requests of the next test
+            raise
+
+    def _bring_up(
+        self,
+        packed: PackedModel,
+        num_groups: int,
+        workers_per_group: int,
+        scheduler_limits: SchedulerLimits,
+    ) -> None:
         stores = self.stores()
         manifest = packed.manifest
         self.layout = even_layout(
@@ -57,7 +70,7 @@ class ThreadCluster:
         self.ledger = Ledger(stores.meta)
         self.producer = Producer(self.broker(), self.ledger)
         presence = Presence(stores.meta)
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 120
         while presence.coverage(self.layout) != [workers_per_group] * num_groups or not (
             all(worker.state == "serving" for worker in presence.workers(self.layout))
         ):
@@ -134,9 +147,12 @@ class ThreadCluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._shut_down()
+        if error is None:
+            self.check()
+
+    def _shut_down(self) -> None:
         self._stopping.set()
         for thread in self._threads:
             thread.join(timeout=30)
         self._closing.close()
-        if error is None:
-            self.check()

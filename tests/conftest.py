@@ -16,11 +16,11 @@ import redis
 from services.loader.pull import default_cache_dir, resolve_model
 from shared.broker.rabbitmq import RabbitmqBroker
 from shared.errors import ModelError
-from shared.topology import DEAD_QUEUE, REQUESTS_QUEUE
+from shared.topology import DEAD_QUEUE, REQUESTS_QUEUE, control_queues
 from tests.contract.redis_server import RedisServer
 from tests.servers import URL_VARIABLES, PrivateServers
 from tests.tcp_proxy import TcpProxy
-from tests.waiting import delete_queue
+from tests.waiting import delete_queue, purge_queue
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,10 @@ def empty_control_queues(request: pytest.FixtureRequest) -> None:
     """A test finds no request and no dead letter that another left on the shared broker."""
     if "amqp_url" in request.fixturenames:
         url = request.getfixturevalue("amqp_url")
+        with closing(RabbitmqBroker.connect(url)) as broker:
+            broker.declare(control_queues())
         for queue in (REQUESTS_QUEUE, DEAD_QUEUE):
-            delete_queue(url, queue)
+            purge_queue(url, queue)
 
 
 @pytest.fixture(scope="session")

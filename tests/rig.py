@@ -17,7 +17,7 @@ from services.scheduler.scheduler import Scheduler
 from services.worker.limits import WorkerLimits
 from services.worker.worker import Membership, Worker
 from shared import codec
-from shared.broker.base import Broker, Outgoing
+from shared.broker.base import Broker, Delivery, Outgoing
 from shared.broker.memory import MemoryBroker, MemoryHub
 from shared.messages import Reply, Request, SamplingParams, Step
 from shared.model.layer_group import LayerGroup
@@ -152,7 +152,7 @@ class Rig:
         broker: Any = None,
         ledger: Any = None,
         kv_pages: Any = None,
-        draw_seed: Callable[[], int] = lambda: 99,
+        draw_seed: Callable[[str], int] = lambda _: 99,
         limits: SchedulerLimits = SchedulerLimits(),
     ) -> Scheduler:
         broker = broker or self.new_broker()
@@ -302,15 +302,19 @@ class Rig:
 
     def take_all(self, queue: str) -> list[Any]:
         """Take and settle what is ready in a queue; the decoded messages."""
+        return [codec.decode(x.body, x.content_type) for x in self.take_deliveries(queue)]
+
+    def take_deliveries(self, queue: str) -> list[Delivery]:
+        """Take and settle what is ready in a queue."""
         tap = self._taps.get(queue)
         if tap is None:
             tap = self._taps[queue] = self.new_broker()
             tap.consume(queue, prefetch=1_000)
-        messages = []
+        deliveries = []
         while (delivery := tap.take(0.0)) is not None:
-            messages.append(codec.decode(delivery.body, delivery.content_type))
+            deliveries.append(delivery)
             tap.ack(delivery)
-        return messages
+        return deliveries
 
     def close_taps(self) -> None:
         """Let what comes from now on go to others again."""

@@ -6,10 +6,13 @@ as it is. Without the software tests are skipped, but fail in CI: there it must 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
+import time
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -77,6 +80,55 @@ class PrivateServers:
         self._script.INFRA = infra
         self.url(service)
 
+    def log_bytes(self) -> int:
+        """Length of Redis's append-only file."""
+        return self._log_file().stat().st_size
+
+    def cut_log(self, num_bytes: int) -> None:
+        """Cut the append-only file of the killed Redis, as a machine that dies loses what was not
+        on the disk."""
+        os.truncate(self._log_file(), num_bytes)
+
+    def _log_file(self) -> Path:
+        files = (self._folder / "redis" / "appendonlydir").glob("*.incr.aof")
+        return max(files, key=lambda file: file.stat().st_mtime)
+
+    def pid(self, service: str) -> int:
+        return int(self._script.read_state(self._folder)["processes"][service]["pid"])
+
+    def limit_queue(self, queue: str, **limits: int) -> None:
+        """Bound a queue that exists more tightly than it was declared, as an operator may.
+
+        `limits` are keys of a policy with "_" for "-"; none take the policy away.
+        """
+        if not limits:
+            self._rabbitmqctl("clear_policy", "limit")
+            return
+        definition = json.dumps({key.replace("_", "-"): value for key, value in limits.items()})
+        pattern = "^" + queue.replace(".", "[.]") + "$"
+        self._rabbitmqctl("set_policy", "limit", pattern, definition, "--apply-to", "queues")
+        deadline_s = time.monotonic() + 30
+        while f"{queue}\tlimit" not in self._rabbitmqctl("-q", "list_queues", "name", "policy"):
+            assert time.monotonic() < deadline_s, f"the policy does not reach {queue}"
+
+    def _rabbitmqctl(self, *arguments: str) -> str:
+        """Its node is found by the node's own environment."""
+        server = self._script.find_rabbitmq()
+        node = Path(f"/proc/{self.pid('rabbitmq')}/environ")
+        if not node.exists():
+            pytest.skip("policies are set by way of /proc")
+        pairs = (entry.partition("=") for entry in node.read_text().split("\0") if entry)
+        done = subprocess.run(
+            [str(server.resolve().parent / "rabbitmqctl"), *arguments],
+            env={name: value for name, _, value in pairs},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     def freeze(self, service: str) -> None:
         self._signal(service, signal.SIGSTOP)
 
@@ -88,4 +140,4 @@ class PrivateServers:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _signal(self, service: str, signum: signal.Signals) -> None:
-        os.kill(self._script.read_state(self._folder)["processes"][service]["pid"], signum)
+        os.kill(self.pid(service), signum)

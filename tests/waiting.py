@@ -28,3 +28,9 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = W
 def delete_queue(url: str, queue: str) -> None:
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
         connection.channel().queue_delete(queue)
+
+
+def purge_queue(url: str, queue: str) -> None:
+    """Empty a queue that exists."""
+    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+        connection.channel().queue_purge(queue)

@@ -6,18 +6,20 @@ without workers waits for a new process, and then the time of a start is measure
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.chaos.processes import Crew, Member
-from services.chaos.schedule import Fault, FaultKind
+from services.chaos.schedule import EVERYTHING, Fault, FaultKind
 from services.chaos.servers import Servers
 from services.chaos.verdict import Injected
 from shared.broker.base import Broker, Outgoing
 from shared.errors import ConfirmTimeout, TransientError
 
-# Broken in ways of their own; a number behind each tells one from another in the dead letters.
+# Broken in ways of their own; a tag of the run and a number behind each tell one from another in
+# the dead letters, which may hold those of earlier runs.
 GARBAGE = (b"\x93garbage ", b"", b"\x00" * 64, b'{"kind": "step.v1"} ', b"\x81\xa4kind\xa7step.v1 ")
 
 
@@ -67,6 +69,7 @@ class Faults:
         self._thaws: list[_Thaw] = []
         self._restarting: threading.Thread | None = None
         self._num_garbage = 0
+        self._tag = secrets.token_hex(4)
 
     def inject(self, fault: Fault) -> None:
         """Do it now, or note that it was put off because there is no victim."""
@@ -136,13 +139,17 @@ class Faults:
             self._note(fault, began_s, self._clock(), "answers again")
 
         self._say(f"{fault.name}: going down")
+        if fault.target == EVERYTHING:
+            for member in self._crew.members:
+                self._crew.kill(member)
         self._restarting = threading.Thread(target=restart, name="restart", daemon=True)
         self._restarting.start()
 
     def _garbage(self, fault: Fault) -> None:
         queue = self._queues[int(fault.draw * len(self._queues)) % len(self._queues)]
         self._num_garbage += 1
-        body = GARBAGE[self._num_garbage % len(GARBAGE)] + str(self._num_garbage).encode()
+        body = GARBAGE[self._num_garbage % len(GARBAGE)]
+        body += f"{self._tag} {self._num_garbage}".encode()
         now_s = self._clock()
         try:
             self._broker.publish([Outgoing(queue, body, persistent=True)]).wait(5.0)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from services.chaos.faults import FaultLog
 from services.chaos.load import Question, Sighting
 from services.chaos.processes import OwnDeath
-from services.chaos.schedule import FaultPlan
+from services.chaos.schedule import FaultKind, FaultPlan
 from services.chaos.verdict import Observation, Verdict
 from shared.broker.base import Broker
-from shared.dead_queue import Letter
+from shared.dead_queue import DeadQueue, Letter
 from shared.errors import TransientError
 from shared.messages import FinishReason
 from shared.store.connection import Stores
@@ -20,6 +20,7 @@ from shared.store.ledger_types import FinalEvent, TokenEvent
 from shared.store.leftovers import leftover_keys
 
 SETTLE_S = 15.0
+BROKER_RESTART = f"{FaultKind.RESTART} broker"
 
 
 def wait_until_settled(
@@ -82,6 +83,19 @@ def observe(
     return observations
 
 
+def wait_for_letters(
+    dead_queue: DeadQueue, before: Collection[str], garbage: Collection[bytes]
+) -> list[Letter]:
+    """The letters that are not `before`, once all `garbage` has its own, or a moment has passed."""
+    deadline_s = time.monotonic() + SETTLE_S
+    while True:
+        letters = [letter for letter in dead_queue.letters() if letter.letter_id not in before]
+        bodies = {letter.body for letter in letters}
+        if time.monotonic() > deadline_s or bodies.issuperset(garbage):
+            return letters
+        time.sleep(0.2)
+
+
 def judge_leftovers(
     verdict: Verdict,
     plans: Sequence[FaultPlan],
@@ -112,12 +126,18 @@ def judge_leftovers(
 
 
 def _judge_letters(verdict: Verdict, log: FaultLog, letters: Sequence[Letter]) -> None:
-    """All that is dead must be our garbage; a letter may come twice when its broker was killed."""
+    """All that is dead must be our garbage, and all our garbage dead.
+
+    When the broker was killed a letter may have come twice: the worker had published it, and its
+    ack of the garbage was lost. One that the broker moved by itself may then not have come.
+    """
     bodies = {letter.body for letter in letters}
     verdict.expected_dead_letters = len(log.garbage)
     verdict.dead_letters = len(bodies)
     if missing := log.garbage - bodies:
         verdict.named["garbage without a dead letter"] = [repr(body) for body in sorted(missing)]
+        if not any(fault.name == BROKER_RESTART for fault in log.injected):
+            verdict.problems.append(f"{len(missing)} garbage messages are gone without a letter")
     if ghosts := bodies & log.withdrawn:
         verdict.problems.append(f"{len(ghosts)} messages came although they were given up unsent")
     ours = log.garbage | log.unconfirmed | log.withdrawn

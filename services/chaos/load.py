@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ from shared.store.ledger_types import FinalEvent, TokenEvent
 RETRY_S = 0.2
 MAX_QUESTIONS = 24  # distinct ones: each costs an undisturbed run before the load
 MIN_TOKENS, MAX_TOKENS = 32, 64
+MAX_DURATION_S = 45 * 60.0  # the answers of the first minute must still be on record at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,17 @@ class Sighting:
 
 
 def draw_questions(
-    num_requests: int, seed: int, *, vocab_size: int, max_positions: int
+    num_requests: int | None, seed: int, *, vocab_size: int, max_positions: int
 ) -> list[Question]:
     """Prompts of random tokens, greedy and sampled in turn, each long enough to be hit mid-way.
 
+    As many questions as requests, or `MAX_QUESTIONS` if those are more or without number (None).
     End-of-sequence is ignored, so that every answer has the length it was asked for.
     """
     rng = random.Random(f"questions/{seed}")
     longest = max(1, max_positions - MAX_TOKENS)
     questions = []
-    for number in range(min(num_requests, MAX_QUESTIONS)):
+    for number in range(min(num_requests or MAX_QUESTIONS, MAX_QUESTIONS)):
         # One in eight is longer than a prefill slice.
         length = min(longest, rng.randint(140, 200) if number % 8 == 7 else rng.randint(8, 40))
         greedy = number % 2 == 0
@@ -80,36 +81,42 @@ def draw_questions(
 
 
 class Load:
-    """`num_requests` requests over `questions`, at most `concurrency` at a time."""
+    """`num_requests` requests over `questions`, or as many as come in `duration_s`, at most
+    `concurrency` at a time. One that was asked is followed to its end, whatever the time."""
 
     def __init__(
         self,
         producer: Producer,
         questions: Sequence[Question],
         *,
-        num_requests: int,
+        num_requests: int | None,
+        duration_s: float | None = None,
         concurrency: int,
         patience_s: float,
         model_id: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.sightings = [
-            Sighting(new_request_id(), number % len(questions)) for number in range(num_requests)
-        ]
+        assert (num_requests is None) is not (duration_s is None), "a number or a time"
+        self.sightings: list[Sighting] = []
+        self._num_requests = num_requests
+        self._duration_s = duration_s
+        self._over_s = float("inf")
+        self._next_lock = threading.Lock()
         self._producer = producer
         self._questions = questions
         self._patience_s = patience_s
         self._model_id = model_id
         self._clock = clock
-        self._waiting = deque(self.sightings)
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
         self._threads = [
             threading.Thread(target=self._run, name=f"load-{number}", daemon=True)
-            for number in range(min(concurrency, num_requests))
+            for number in range(min(concurrency, num_requests or concurrency))
         ]
 
     def start(self) -> None:
+        if self._duration_s is not None:
+            self._over_s = self._clock() + self._duration_s
         for thread in self._threads:
             thread.start()
 
@@ -128,9 +135,8 @@ class Load:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                try:
-                    sighting = self._waiting.popleft()
-                except IndexError:
+                sighting = self._next()
+                if sighting is None:
                     return
                 self._submit(sighting)
                 if sighting.is_accepted:
@@ -138,6 +144,14 @@ class Load:
         except BaseException as error:
             self._failure = error
             raise
+
+    def _next(self) -> Sighting | None:
+        with self._next_lock:
+            number = len(self.sightings)
+            if number == self._num_requests or self._clock() >= self._over_s:
+                return None
+            self.sightings.append(Sighting(new_request_id(), number % len(self._questions)))
+            return self.sightings[-1]
 
     def _submit(self, sighting: Sighting) -> None:
         question = self._questions[sighting.question]

@@ -24,6 +24,14 @@ RESPAWN_S = 1.0
 LEAVE_S = 15.0
 
 
+def rss_bytes_of(pid: int) -> int | None:
+    """Resident memory of a process; None if it is gone, or where there is no /proc."""
+    with suppress(OSError, IndexError, ValueError):
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
 @dataclass(slots=True)
 class Member:
     """One place in the cluster and the process that fills it now."""
@@ -140,9 +148,8 @@ class Crew:
         for member in self.members:
             if not member.is_alive:
                 continue
-            with suppress(OSError, IndexError, ValueError):
-                pages = Path(f"/proc/{member.pid}/statm").read_text().split()[1]
-                yield member, int(pages) * os.sysconf("SC_PAGE_SIZE")
+            if (num_bytes := rss_bytes_of(member.pid)) is not None:
+                yield member, num_bytes
 
     def __enter__(self) -> Crew:
         return self

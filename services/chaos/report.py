@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from services.chaos.memory import RssTrend
 from services.chaos.verdict import Recovery, Verdict
 
 COUNTS = ("accepted", "completed", "lost", "duplicated", "stuck", "wrong", "failed", "refused")
 MAX_NAMED = 5
 MAX_SHOWN_WAITS = 3
+MAX_SHOWN_PROCESSES = 16
 
 
 def to_dict(verdict: Verdict) -> dict[str, Any]:
@@ -34,13 +37,9 @@ def to_lines(verdict: Verdict) -> list[str]:
         + "".join(f", {name}: {n}" for name, n in verdict.queues.items() if n),
         f"dead letters {verdict.dead_letters}, garbage sent {verdict.expected_dead_letters}",
         f"keys leaked  {verdict.num_leaked_keys}",
-        "memory       "
-        + (
-            ", ".join(f"{role} {mb:+.1f} MB/min" for role, mb in verdict.rss_mb_per_min.items())
-            or "no process lived long enough to tell"
-        ),
         "",
     ]
+    lines += _memory_lines(verdict.rss)
     for name, request_ids in verdict.named.items():
         lines += [f"{name}: {request_id}" for request_id in request_ids[:MAX_NAMED]]
     if verdict.is_clean:
@@ -48,6 +47,20 @@ def to_lines(verdict: Verdict) -> list[str]:
     else:
         lines += [f"problem: {problem}" for problem in verdict.problems]
     return lines
+
+
+def _memory_lines(trends: Mapping[str, RssTrend]) -> list[str]:
+    if not trends:
+        return ["memory       no process lived long enough to tell", ""]
+    fastest = sorted(trends.items(), key=lambda item: -item[1].mb_per_h)[:MAX_SHOWN_PROCESSES]
+    lines = [f"{'memory of':38}{'first MB':>10}{'last MB':>10}{'MB/h':>10}{'growth':>9}  flat"]
+    for name, trend in fastest:
+        flat = {True: "yes", False: "NO", None: "not judged"}[trend.is_flat]
+        lines.append(
+            f"{name:38}{trend.first_mb:>10.1f}{trend.last_mb:>10.1f}{trend.mb_per_h:>+10.1f}"
+            f"{trend.growth:>+9.1%}  {flat}"
+        )
+    return [*lines, ""]
 
 
 def _recovery_line(name: str, found: Recovery) -> str:

@@ -10,9 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.chaos.faults import Faults
-from services.chaos.findings import judge_leftovers, observe, wait_until_settled
+from services.chaos.findings import (
+    judge_leftovers,
+    observe,
+    wait_for_letters,
+    wait_until_settled,
+)
 from services.chaos.load import Load, Question, draw_questions
-from services.chaos.processes import Crew
+from services.chaos.memory import growing, rss_trends
+from services.chaos.processes import Crew, rss_bytes_of
 from services.chaos.reference import ReferenceModel
 from services.chaos.schedule import FaultKind, FaultPlan, faults_of
 from services.chaos.servers import GivenServers, PrivateServers, Servers
@@ -20,7 +26,6 @@ from services.chaos.verdict import (
     Verdict,
     judge_requests,
     recoveries,
-    rss_slopes,
     slowest_waits,
 )
 from shared.broker.base import Broker
@@ -51,7 +56,8 @@ class ChaosOptions:
     num_groups: int = 3
     workers_per_group: int = 2
     num_schedulers: int = 1
-    num_requests: int = 100
+    num_requests: int | None = 100  # None: as many as come in `duration_s`
+    duration_s: float | None = None
     concurrency: int = 8
     seed: int = 0
     patience_s: float = 60.0
@@ -68,7 +74,7 @@ class Progress:
     """Where a run is, a few times a minute."""
 
     num_ended: int
-    num_requests: int
+    num_requests: int | None
     num_tokens: int
     num_faults: int
     num_alive: int
@@ -108,6 +114,7 @@ def run_chaos(
             Producer(broker, Ledger(stores.meta)),
             questions,
             num_requests=options.num_requests,
+            duration_s=options.duration_s,
             concurrency=options.concurrency,
             patience_s=options.patience_s,
             model_id=layout.model_id,
@@ -122,7 +129,7 @@ def run_chaos(
             frozen_s=options.frozen_s,
             spare_last=options.spare_last,
         )
-        samples = _disturb(options, crew, faults, load, show)
+        samples = _disturb(options, crew, servers, faults, load, show)
         say("the load is over; looking at what is left")
         leaked = wait_until_settled(broker, stores, queues, load.sightings, tend=crew.tend)
         observations = observe(load.sightings, questions, expected, Ledger(stores.meta))
@@ -130,10 +137,10 @@ def run_chaos(
         verdict.recovery = recoveries(observations, faults.log.injected)
         verdict.slowest = slowest_waits(observations, faults.log.injected, began_s=began_s)
         verdict.queues = {queue: broker.depth(queue) or 0 for queue in queues}
-        letters = [x for x in dead_queue.letters() if x.letter_id not in dead_before]
+        letters = wait_for_letters(dead_queue, dead_before, faults.log.garbage)
         verdict.num_leaked_keys = len(leaked)
-        verdict.rss_mb_per_min, growing = rss_slopes(samples)
-        verdict.problems += growing
+        verdict.rss = rss_trends(samples)
+        verdict.problems += growing(verdict.rss)
         judge_leftovers(verdict, options.faults, faults.log, crew.own_deaths, leaked, letters)
         return verdict
 
@@ -218,6 +225,7 @@ def _start_crew(
 def _disturb(
     options: ChaosOptions,
     crew: Crew,
+    servers: Servers,
     faults: Faults,
     load: Load,
     show: Callable[[Progress], None],
@@ -239,8 +247,7 @@ def _disturb(
             crew.tend(time.monotonic())
             if elapsed_s >= next_sample_s:
                 next_sample_s = elapsed_s + SAMPLE_S
-                for member, rss in crew.rss_bytes():
-                    name = f"{member.role}/{member.name} (pid {member.pid})"
+                for name, rss in _memory(crew, servers):
                     samples.setdefault(name, []).append((elapsed_s, rss))
             if elapsed_s >= next_show_s:
                 next_show_s = elapsed_s + SHOW_S
@@ -251,6 +258,15 @@ def _disturb(
         faults.finish()
     show(_progress(options, crew, faults, load))
     return samples
+
+
+def _memory(crew: Crew, servers: Servers) -> Iterator[tuple[str, int]]:
+    """Bytes of each process, by role/process."""
+    for member, rss in crew.rss_bytes():
+        yield f"{member.role}/{member.name} (pid {member.pid})", rss
+    for target, pid in servers.pids().items():
+        if (server_rss := rss_bytes_of(pid)) is not None:
+            yield f"server/{target} (pid {pid})", server_rss
 
 
 def _progress(options: ChaosOptions, crew: Crew, faults: Faults, load: Load) -> Progress:

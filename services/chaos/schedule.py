@@ -18,6 +18,7 @@ from shared.errors import ConfigError
 
 JITTER = 0.25  # of a period
 MAX_PERIOD_S = 86_400.0
+EVERYTHING = "everything"  # a target of `--restart`: all servers, and all processes with them
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m)?\Z")
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, None: 1.0}
 
@@ -37,7 +38,7 @@ TARGETS: dict[FaultKind, tuple[str, ...]] = {
     FaultKind.KILL: ("worker", "scheduler"),
     FaultKind.STOP: ("worker", "scheduler"),
     FaultKind.FREEZE: ("worker", "scheduler"),
-    FaultKind.RESTART: ("broker", "redis", "meta"),
+    FaultKind.RESTART: ("broker", "redis", "meta", EVERYTHING),
     FaultKind.GARBAGE: ("queue",),
     FaultKind.HANG: ("worker",),
 }

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Protocol
 
 from services.chaos.processes import ROOT
+from services.chaos.schedule import EVERYTHING
 from shared.errors import ConfigError
 
 SCRIPT = ROOT / "infra" / "servers"
@@ -31,7 +32,10 @@ class Servers(Protocol):
     settings: dict[str, str]
 
     def restart(self, target: str) -> None:
-        """Kill a server, start it again and return when its port answers."""
+        """Kill a server, or all of them, start it again and return when its port answers."""
+
+    def pids(self) -> dict[str, int]:
+        """The process of each server that is ours, by the target that restarts it."""
 
     def close(self) -> None: ...
 
@@ -47,6 +51,9 @@ class GivenServers:
             f"--restart {target} ends a server, and only those that `cellpipe chaos` started are "
             "ended: leave --cluster out"
         )
+
+    def pids(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         """They go on."""
@@ -72,12 +79,23 @@ class PrivateServers:
         }
 
     def restart(self, target: str) -> None:
-        place, service, keeps_data = _PLACES[target]
-        state = self._script.read_state(self._folder / place)
-        self._script.stop(state["processes"][service], kill=True)
-        if not keeps_data:
-            shutil.rmtree(self._folder / place / service, ignore_errors=True)
-        self._up(place, (service,), {service: state[f"{service}_port"]})
+        places = _PLACES.values() if target == EVERYTHING else [_PLACES[target]]
+        for place, service, keeps_data in places:
+            state = self._script.read_state(self._folder / place)
+            self._script.stop(state["processes"][service], kill=True)
+            if not keeps_data:
+                shutil.rmtree(self._folder / place / service, ignore_errors=True)
+        for place, service, _ in places:
+            state = self._script.read_state(self._folder / place)
+            self._up(place, (service,), {service: state[f"{service}_port"]})
+
+    def pids(self) -> dict[str, int]:
+        states = {place: self._script.read_state(self._folder / place) for place in ("meta", "kv")}
+        return {
+            target: int(states[place]["processes"][service]["pid"])
+            for target, (place, service, _) in _PLACES.items()
+            if service in states[place]["processes"]
+        }
 
     def close(self) -> None:
         for place in ("meta", "kv"):

@@ -10,21 +10,19 @@ undisturbed reference).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
 from statistics import median
+
+from services.chaos.memory import RssTrend
 
 OVERLAPPING = "overlapping"
 # A wait of three times the usual one has been caused by something; 100 ms is scheduling noise.
 AFFECTED_FACTOR = 3.0
 AFFECTED_MIN_S = 0.1
 MAX_SLOWEST = 10
-WARM_UP_S = 10.0  # of a process, whose memory then is not yet what it will be
-RSS_MIN_SPAN_S = 60.0
-RSS_JUDGED_SPAN_S = 300.0  # a slope of less than this is noise
-RSS_MAX_MB_PER_MIN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ class Verdict:
     num_leaked_keys: int = 0
     dead_letters: int = 0
     expected_dead_letters: int = 0
-    rss_mb_per_min: dict[str, float] = field(default_factory=dict)
+    rss: dict[str, RssTrend] = field(default_factory=dict)  # by role/process
     named: dict[str, list[str]] = field(default_factory=dict)  # what is off -> request ids
     problems: list[str] = field(default_factory=list)
 
@@ -223,33 +221,3 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     return sorted(values)[max(0, ceil(share * len(values)) - 1)]
-
-
-def rss_slopes(
-    samples: Mapping[str, Sequence[tuple[float, int]]],
-) -> tuple[dict[str, float], list[str]]:
-    """Steepest growth in MB a minute by role, and what of it is a problem.
-
-    `samples` are (seconds, bytes) of each process, named role/process.
-    """
-    slopes: dict[str, float] = {}
-    problems = []
-    for name, points in samples.items():
-        settled = [(t, b) for t, b in points if t - points[0][0] >= WARM_UP_S]
-        span_s = settled[-1][0] - settled[0][0] if settled else 0.0
-        if span_s < RSS_MIN_SPAN_S:
-            continue
-        role = name.partition("/")[0]
-        mb_per_min = _slope(settled) * 60 / 1e6
-        slopes[role] = max(slopes.get(role, float("-inf")), mb_per_min)
-        if span_s >= RSS_JUDGED_SPAN_S and mb_per_min > RSS_MAX_MB_PER_MIN:
-            problems.append(f"{name} grows by {mb_per_min:.1f} MB a minute")
-    return slopes, problems
-
-
-def _slope(points: Sequence[tuple[float, int]]) -> float:
-    """Least squares, bytes a second."""
-    mean_t = sum(t for t, _ in points) / len(points)
-    mean_b = sum(b for _, b in points) / len(points)
-    spread = sum((t - mean_t) ** 2 for t, _ in points)
-    return sum((t - mean_t) * (b - mean_b) for t, b in points) / spread

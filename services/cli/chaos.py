@@ -13,6 +13,7 @@ import typer
 
 from services.cli.settings import DEFAULT_MODEL, load_config, with_cluster_urls
 from services.cli.tree import EXIT_FAILED, app
+from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from services.chaos.run import ChaosOptions, Progress
@@ -38,7 +39,16 @@ def chaos(
         int, typer.Option("--workers", "-w", min=1, help="Workers of each group.")
     ] = 2,
     schedulers: Annotated[int, typer.Option(min=1, help="Schedulers.")] = 1,
-    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests in all.")] = 100,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            "--requests", min=1, help="Requests in all. Default: 100.", show_default=False
+        ),
+    ] = None,
+    duration: Annotated[
+        str | None,
+        typer.Option("--for", metavar="TIME", help="In place of --requests: ask for so long, 10m."),
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.")] = 8,
     kill: Annotated[
         FaultTexts, _fault("--kill", "SIGKILL a worker or scheduler each PERIOD: worker:2s.")
@@ -53,8 +63,8 @@ def chaos(
         FaultTexts,
         _fault(
             "--restart",
-            "Kill and restart a server: broker:30s, redis:45s (KV pages, all lost) "
-            "or meta:60s (records, kept).",
+            "Kill and restart a server: broker:30s, redis:45s (KV pages, all lost), "
+            "meta:60s (records, kept), or everything:30s, with all processes.",
         ),
     ] = None,
     garbage: Annotated[
@@ -91,7 +101,7 @@ def chaos(
 
     Starts servers and workers of its own, runs requests, injects faults, and compares each answer
     with an undisturbed one, token by token. Exit code 1 if anything is lost, comes twice, hangs
-    or is wrong.
+    or is wrong, or if the memory of a scheduler or worker that lived for 5 minutes is not flat.
 
     Example: cellpipe chaos --kill worker:2s --freeze worker:10s --restart broker:30s
     """
@@ -110,7 +120,8 @@ def chaos(
         num_groups=groups,
         workers_per_group=workers,
         num_schedulers=schedulers,
-        num_requests=requests,
+        num_requests=None if duration else requests or 100,
+        duration_s=_duration(duration, requests),
         concurrency=concurrency,
         seed=seed,
         patience_s=parse_duration(patience, field="--patience"),
@@ -131,6 +142,23 @@ def chaos(
             typer.echo(line)
     if not verdict.is_clean:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _duration(text: str | None, requests: int | None) -> float | None:
+    from services.chaos.load import MAX_DURATION_S
+    from services.chaos.schedule import parse_duration
+
+    if text is None:
+        return None
+    if requests is not None:
+        raise ConfigError(f"--for {text} and --requests {requests} are two ends: give one of them")
+    duration_s = parse_duration(text, field="--for")
+    if duration_s > MAX_DURATION_S:
+        raise ConfigError(
+            f"--for must be at most {MAX_DURATION_S / 60:g}m, for answers are on record for an "
+            f"hour and are compared at the end; got {text}"
+        )
+    return duration_s
 
 
 def _plans(given: dict[str, list[str]]) -> tuple[FaultPlan, ...]:
@@ -155,6 +183,12 @@ def _settings_of(config: Config) -> dict[str, str]:
     return {name: url for name, url in urls.items() if url}
 
 
+def _load_of(options: ChaosOptions) -> str:
+    if options.duration_s is not None:
+        return f"requests for {options.duration_s:g} s"
+    return f"{options.num_requests} requests"
+
+
 class _Teller:
     """Tells a person on standard error what happens: a status line on a terminal, else lines."""
 
@@ -165,7 +199,7 @@ class _Teller:
         self._width = 0
         self._next_line_s = 0.0
         self.say(
-            f"seed {options.seed}, {options.num_requests} requests, "
+            f"seed {options.seed}, {_load_of(options)}, "
             f"{', '.join(f'{p.name} each {p.period_s:g} s' for p in options.faults)}"
         )
 
@@ -175,8 +209,9 @@ class _Teller:
         self._draw()
 
     def show(self, progress: Progress) -> None:
+        wanted = "" if progress.num_requests is None else f"/{progress.num_requests}"
         text = (
-            f"{progress.num_ended}/{progress.num_requests} answered, {progress.num_tokens} tokens, "
+            f"{progress.num_ended}{wanted} answered, {progress.num_tokens} tokens, "
             f"{progress.num_faults} faults, {progress.num_alive} processes awake"
         )
         if self._is_terminal:

@@ -15,6 +15,9 @@ from services.cli.settings import load_config, with_cluster_urls
 from services.cli.tree import EXIT_UNAVAILABLE, app
 from shared.config import parse_size
 
+# Redis flushes its append-only file each second, and puts a write off for two if the disk is slow.
+STORE_FLUSH_S = 3.0
+
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="A loaded model. Default: the one loaded last.")
 ]
@@ -76,7 +79,7 @@ def scheduler(
         typer.Option(help="KV memory of the requests that run at once; others wait their turn."),
     ] = "1GiB",
     max_requests: Annotated[
-        int, typer.Option(help="Requests taken at once, running or waiting.", min=1, max=65_535)
+        int, typer.Option(help="Requests that run at once.", min=1, max=65_535)
     ] = 256,
 ) -> None:
     """Admit, start and answer requests until SIGTERM or Ctrl-C.
@@ -93,6 +96,7 @@ def scheduler(
     config = load_config()
     limits = SchedulerLimits(
         max_in_flight=max_requests,
+        settle_after_s=STORE_FLUSH_S,
         kv_budget_bytes=parse_size(kv_budget, field="--kv-budget"),
     )
     stopping = stop_on_signals()

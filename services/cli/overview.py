@@ -165,7 +165,7 @@ def print_overview(overview: Overview) -> None:
     for scheduler in overview.schedulers:
         console.print(
             f"scheduler {scheduler.scheduler_id}: {scheduler.num_requests} requests in flight, "
-            f"{scheduler.num_waiting} of them wait for KV memory; "
+            f"{scheduler.num_waiting} of them wait for room; "
             f"{scheduler.num_redrives} lost steps sent again"
         )
     console.print(

@@ -1,7 +1,8 @@
 """The tree that commands add themselves to, and the exit codes. Knows no command.
 
 Exit codes: 0 done, 1 the request or model failed, 2 wrong usage or settings, 3 a server does not
-answer or, for `status`, something is missing, 130 interrupted.
+answer or, for `status`, something is missing, 4 the cluster takes no more requests for now, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from typing import Annotated
 
 import typer
 
-from shared.errors import CellpipeError, ConfigError, TransientError
+from shared.errors import CellpipeError, ConfigError, Overloaded, TransientError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 3
+EXIT_OVERLOADED = 4
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
@@ -46,6 +48,8 @@ def _root(
 def exit_code_of(error: CellpipeError) -> int:
     if isinstance(error, ConfigError):
         return EXIT_USAGE
+    if isinstance(error, Overloaded):
+        return EXIT_OVERLOADED
     if isinstance(error, TransientError):
         return EXIT_UNAVAILABLE
     return EXIT_FAILED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,7 +38,7 @@ class Plan:
     deadline_unix_ms: int
 
 
-def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[], int]) -> Plan:
+def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[str], int]) -> Plan:
     """Tokenise and bound a request. Raises `RequestError` naming the field and the value.
 
     A missing seed is drawn once, here; from then on the same plan gives the same tokens.
@@ -56,7 +57,7 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[]
         )
     sampling = request.sampling
     if sampling.seed is None:
-        sampling = replace(sampling, seed=draw_seed())
+        sampling = replace(sampling, seed=draw_seed(request.request_id))
     return Plan(
         request_id=request.request_id,
         token_ids=token_ids,
@@ -65,6 +66,16 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[]
         stop_token_ids=model.config.eos_token_ids,
         deadline_unix_ms=request.deadline_unix_ms,
     )
+
+
+def seed_of(request_id: str) -> int:
+    """The seed of a request that brings none, 63 bits.
+
+    Made from its id: should the store lose all of it and it is admitted anew, what still runs of
+    it draws the same tokens, and none that its reader has seen is contradicted.
+    """
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8, person=b"cellpipe-seed").digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def first_step(

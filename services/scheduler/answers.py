@@ -1,6 +1,7 @@
 """Answers requests that have ended, and forgets what the store holds for them alone.
 
-Owns the order: KV pages go, the reply is confirmed, the message is acked. Knows no step.
+Owns the order: KV pages go, the reply is confirmed, the end is on the store's disk, the message is
+acked. Knows no step.
 """
 
 from __future__ import annotations
@@ -41,11 +42,29 @@ class Answers:
         self._sweeps: deque[tuple[float, str, int]] = deque()  # due, request, positions
 
     def answer(self, request_id: str, held: Held, *, now_s: float) -> bool:
-        """Reply to every message of an ended request and ack it. True once all are answered.
+        """Reply to every message of an ended request; ack them later. True once all are acked.
 
         A reply queue that is full is tried again after `held.retry_at_s`. Raises `StoreDamaged`
         or `DecodeError` for what cannot be read.
         """
+        if held.settle_at_s is None:
+            held.settle_at_s = now_s + self._limits.settle_after_s
+        if held.unanswered and not self._reply(request_id, held, now_s=now_s):
+            return False
+        if now_s < held.settle_at_s:
+            held.retry_at_s = held.settle_at_s
+            return False
+        self.settle(held)
+        return True
+
+    def settle(self, held: Held) -> None:
+        """Ack what is answered: its end is stored and its reply confirmed."""
+        for delivery in (*held.answered, *held.returned):
+            self._broker.ack(delivery)
+        held.answered, held.returned = [], []
+
+    def _reply(self, request_id: str, held: Held, *, now_s: float) -> bool:
+        """Whether every message has its reply."""
         record = self._ledger.get(request_id)
         if record is None:
             return False  # lost just now: the next poll sees it
@@ -61,13 +80,11 @@ class Answers:
                     continue
                 # Its reader is gone or stuck; the answer stays in the event stream.
                 log.warning("reply_given_up", queue=delivery.reply_to, reason=str(refused))
-            self._broker.ack(delivery)  # the final event is stored and the reply confirmed
             held.unanswered.remove(delivery)
+            held.answered.append(delivery)
         if held.unanswered:
             held.retry_at_s = now_s + self._limits.reply_retry_s
             return False
-        for delivery in held.returned:
-            self._broker.ack(delivery)
         if record.epoch > 0:
             # What was fenced off may still write rows, until it comes to the commit.
             due_s = now_s + self._limits.sweep_after_s

@@ -20,6 +20,8 @@ class Held:
     `sent_to` the worker that its last re-drive was meant for.
     `returned` holds messages that came again after a lost connection, while their first, stale
     delivery is still among `unanswered`: they are acked, and not answered a second time.
+    `answered` are those whose reply is confirmed. They are acked at `settle_at_s`: before that the
+    store may lose the end that they told of (None: none was told).
     `refused_since_s` says since when a reply queue is full, `retry_at_s` when to try again.
     """
 
@@ -31,14 +33,18 @@ class Held:
     next_count_s: float = 0.0
     sent_to: str = ""
     unanswered: list[Delivery] = field(default_factory=list)
+    answered: list[Delivery] = field(default_factory=list)
     returned: list[Delivery] = field(default_factory=list)
     refused_since_s: float | None = None
     retry_at_s: float = 0.0
+    settle_at_s: float | None = None
 
     def add(self, delivery: Delivery) -> None:
         is_return = delivery.redelivered and any(
-            _message(delivery) == _message(other) for other in self.unanswered
+            _message(delivery) == _message(other) for other in (*self.unanswered, *self.answered)
         )
+        if not is_return:
+            self.retry_at_s = 0.0
         (self.returned if is_return else self.unanswered).append(delivery)
 
     def request(self) -> Request:
@@ -50,7 +56,12 @@ class Held:
 
     @property
     def deliveries(self) -> list[Delivery]:
-        return [*self.unanswered, *self.returned]
+        return [*self.answered, *self.unanswered, *self.returned]
+
+    @property
+    def is_settling(self) -> bool:
+        """It has ended and is answered; only its acks are left."""
+        return self.settle_at_s is not None and not self.unanswered
 
 
 def _message(delivery: Delivery) -> tuple[str, str, bytes]:

@@ -9,7 +9,10 @@ from shared.policy import RedriveLimits
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """`reply_patience_s` is how long a full reply queue is tried.
+    """`max_in_flight` requests run at once, and as many may be waiting or settling.
+
+    `settle_after_s` is how long a request is kept in its queue after its end: until the end is on
+    the store's disk. `reply_patience_s` is how long a full reply queue is tried.
 
     `kv_budget_bytes` bounds the KV rows of what runs at once; None leaves that to the store. A
     scheduler that looked at nothing for `blind_after_s` holds that time against no request.
@@ -20,6 +23,7 @@ class SchedulerLimits:
     poll_s: float = 0.05
     coverage_check_s: float = 1.0
     confirm_timeout_s: float = 10.0
+    settle_after_s: float = 0.0
     reply_retry_s: float = 1.0
     reply_patience_s: float = 60.0
     sweep_after_s: float = 20.0

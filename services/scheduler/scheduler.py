@@ -14,7 +14,13 @@ from dataclasses import replace
 
 import structlog
 
-from services.scheduler.admission import ServedModel, check_kv_bytes, kv_bytes, plan_request
+from services.scheduler.admission import (
+    ServedModel,
+    check_kv_bytes,
+    kv_bytes,
+    plan_request,
+    seed_of,
+)
 from services.scheduler.answers import Answers
 from services.scheduler.coverage import CoverageWatch
 from services.scheduler.held import Held
@@ -43,13 +49,15 @@ from shared.topology import REQUESTS_QUEUE
 
 log = structlog.get_logger()
 
+MAX_PREFETCH = 65_535  # of AMQP
+
 
 class Scheduler:
     """Serves the requests queue for one model.
 
-    `coverage()` gives the number of live workers of each group, `peers()` what they tell of
-    themselves. `kv_pages` None is the embedded
-    mode, where nothing is left behind in a store.
+    `draw_seed` gives a seed to a request that has none, by its id. `coverage()` gives the number of
+    live workers of each group, `peers()` what they tell of themselves. `kv_pages` None is the
+    embedded mode, where nothing is left behind in a store.
     """
 
     def __init__(
@@ -60,7 +68,7 @@ class Scheduler:
         ledger: Ledger,
         kv_pages: KvPages | None,
         coverage: Callable[[], Sequence[int]],
-        draw_seed: Callable[[], int],
+        draw_seed: Callable[[str], int] = seed_of,
         peers: Callable[[], Sequence[WorkerInfo]] = tuple,
         limits: SchedulerLimits = SchedulerLimits(),
         clock: Callable[[], float] = time.monotonic,
@@ -77,7 +85,9 @@ class Scheduler:
         self._sleep = sleep
         self._backoff = Backoff(first_s=0.05, max_s=2.0)
         self._held: dict[str, Held] = {}
-        self._budget = KvBudget(None if kv_pages is None else limits.kv_budget_bytes)
+        self._budget = KvBudget(
+            None if kv_pages is None else limits.kv_budget_bytes, limits.max_in_flight
+        )
         self._waiting_room = WaitingRoom(self._budget, self._send_first)
         self._coverage = CoverageWatch(coverage, every_s=limits.coverage_check_s)
         self._redriver = Redriver(
@@ -93,12 +103,14 @@ class Scheduler:
             model=model, broker=broker, ledger=ledger, kv_pages=kv_pages, limits=limits
         )
         self._next_poll_s = 0.0
-        broker.consume(REQUESTS_QUEUE, prefetch=limits.max_in_flight)
+        # Those that only settle must not keep others from running.
+        prefetch = limits.max_in_flight * (2 if limits.settle_after_s else 1)
+        broker.consume(REQUESTS_QUEUE, prefetch=min(prefetch, MAX_PREFETCH))
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that it holds, whether they run or wait for room."""
-        return len(self._held)
+        """Requests that it holds and has not answered, whether they run or wait for room."""
+        return sum(not held.is_settling for held in self._held.values())
 
     @property
     def num_waiting(self) -> int:
@@ -209,10 +221,18 @@ class Scheduler:
         held = self._hold(record.request_id, delivery, record)
         if held.running is not None and not held.running.has_moved:
             held.is_waiting = True
+            self._end_what_never_fits(record)
         elif held.running is not None:
             self._budget.reserve(record.request_id, held.kv_bytes)
         log.info("request_adopted", request_id=record.request_id, generated=record.num_generated)
         self._waiting_room.let_in(self._held)
+
+    def _end_what_never_fits(self, record: LedgerRecord) -> None:
+        """One that a larger budget has admitted: here all others would wait behind it."""
+        try:
+            check_kv_bytes(plan_of(record), self._model.config, self._budget.max_bytes)
+        except RequestError as error:
+            self._ledger.finish(record.request_id, FinishReason.ERROR, _with_remedy(error))
 
     def _hold(
         self,
@@ -254,9 +274,12 @@ class Scheduler:
         states = self._ledger.states(list(self._held))
         for request_id, held in list(self._held.items()):
             state = states.get(request_id)
-            if state is None:
+            is_over = state is not None and state.finish_reason is not None
+            if held.settle_at_s is not None and not is_over:
+                self._take_again(request_id, held)
+            elif state is None:
                 self._bury(request_id, "the store has lost the record of this request")
-            elif state.finish_reason is not None:
+            elif is_over:
                 held.running = None
                 if held.retry_at_s <= now_s:
                     self._answer(request_id, held, now_s)
@@ -280,10 +303,24 @@ class Scheduler:
         except PermanentError as error:  # what the store holds of it cannot be read
             self._bury(request_id, str(error))
             return
+        if held.is_settling or is_done:
+            self._budget.release(request_id)
         if is_done:
             del self._held[request_id]
-            self._budget.release(request_id)
             self.num_answered += 1
+
+    def _take_again(self, request_id: str, held: Held) -> None:
+        """The store has lost the end that it told of: its messages come again, and it goes on."""
+        log.warning("request_end_lost", request_id=request_id)
+        del self._held[request_id]
+        self._budget.release(request_id)
+        for delivery in held.deliveries:
+            self._broker.reject(delivery, requeue=True)
+
+    def leave(self) -> None:
+        """Ack what only settles: nobody is to answer it again."""
+        for held in self._held.values():
+            self._answers.settle(held)
 
     def _bury(self, request_id: str, reason: str) -> None:
         """End a request whose record the store has lost or garbled; the next poll answers it.

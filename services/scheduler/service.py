@@ -85,7 +85,6 @@ class SchedulerService:
             ),
             coverage=lambda: self._presence.coverage(layout),
             peers=lambda: self._presence.workers(layout),
-            draw_seed=lambda: secrets.randbits(63),
             limits=self._limits,
         )
         log.info("scheduler_ready", scheduler_id=self.scheduler_id, model_id=layout.model_id)
@@ -93,6 +92,7 @@ class SchedulerService:
             while not self._stopping.is_set():
                 scheduler.turn(IDLE_TURN_S)
                 self._heartbeat_when_due(scheduler)
+            scheduler.leave()
         finally:
             self._leave()
 

@@ -1,4 +1,4 @@
-"""Lets requests run when there is room for their KV rows. Knows no store: it counts what may be."""
+"""Lets requests run when there is room for them and their KV rows. Knows no store: it counts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from services.scheduler.held import Held
 
 
 class KvBudget:
-    """What the requests of one scheduler may write in all; `max_bytes` None is no limit."""
+    """What the requests of one scheduler may write in all, and how many there may be.
 
-    def __init__(self, max_bytes: int | None) -> None:
+    None is no limit.
+    """
+
+    def __init__(self, max_bytes: int | None, max_requests: int | None = None) -> None:
         self.max_bytes = max_bytes
+        self._max_requests = max_requests
         self._reserved: dict[str, int] = {}
 
     @property
@@ -20,7 +24,9 @@ class KvBudget:
         return sum(self._reserved.values())
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether so many bytes are free now."""
+        """Whether there is room for one more request, of so many bytes."""
+        if self._max_requests is not None and len(self._reserved) >= self._max_requests:
+            return False
         return self.max_bytes is None or self.reserved_bytes + num_bytes <= self.max_bytes
 
     def reserve(self, request_id: str, num_bytes: int) -> None:

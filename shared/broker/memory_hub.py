@@ -46,6 +46,12 @@ class HubQueue:
     consumers: deque[HubConsumer] = field(default_factory=deque)
     used_at_s: float = 0.0
 
+    def is_over_limit(self) -> bool:
+        max_length, max_bytes = self.spec.max_length, self.spec.max_bytes
+        if max_length is not None and len(self.ready) > max_length:
+            return True
+        return max_bytes is not None and sum(len(m.outgoing.body) for m in self.ready) > max_bytes
+
 
 @dataclass(slots=True, eq=False)
 class HubConsumer:
@@ -78,7 +84,7 @@ class MemoryHub:
             queue = self.queues.get(outgoing.queue)
         if queue is None:
             return Unroutable(f"queue {outgoing.queue} does not exist")
-        limit, ttl_ms = queue.spec.max_length, queue.spec.message_ttl_ms
+        ttl_ms = queue.spec.message_ttl_ms
         self._next_sequence += 1
         expires_at_s = None if ttl_ms is None else self.clock() + ttl_ms / 1000
         message = HubMessage(self._next_sequence, outgoing, expires_at_s, first_queue=first_queue)
@@ -86,9 +92,9 @@ class MemoryHub:
         self.dispatch(queue)
         if queue.ready and ttl_ms is not None:
             self._announce_expiry(queue)
-        if limit is not None and len(queue.ready) > limit:
+        if queue.is_over_limit():
             queue.ready.pop()
-            return PublishRefused(f"queue {outgoing.queue} is full ({limit} messages)")
+            return PublishRefused(f"queue {outgoing.queue} is full")
         return None
 
     def dispatch(self, queue: HubQueue) -> None:

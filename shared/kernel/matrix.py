@@ -56,6 +56,10 @@ class PackedMatrix:
     def __post_init__(self) -> None:
         if self.data.dtype != np.uint8 or self.data.ndim != 1 or not self.data.flags.c_contiguous:
             raise KernelError("a packed matrix must be a flat contiguous array of bytes")
+        if not all(0 <= size < 2**31 for size in (self.rows - 1, self.cols - 1, self.chunk_rows)):
+            raise KernelError(  # C keeps them in int32
+                f"no matrix is {self.rows} x {self.cols} in chunks of {self.chunk_rows} rows"
+            )
         if self.kind == "f32":
             wanted = 4 * self.rows * self.cols
         else:

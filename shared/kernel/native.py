@@ -14,6 +14,14 @@ import numpy.typing as npt
 
 from shared.errors import KernelError
 from shared.kernel._native import ffi, lib
+from shared.kernel.arrays import (
+    FLOAT32,
+    INT32,
+    UINT16,
+    check_array,
+    check_slices,
+    check_weights,
+)
 from shared.kernel.chunks import aligned_zeros
 from shared.kernel.matrix import Float32, PackedMatrix
 from shared.kernel.weights import GroupWeights, PagedSlice
@@ -60,9 +68,13 @@ class NativeBackend:
 
 
 class NativeGroup:
-    """A layer group as the C kernel sees it. Not thread-safe: it keeps its scratch memory."""
+    """A layer group as the C kernel sees it. Not thread-safe: it keeps its scratch memory.
+
+    Everything raises `KernelError` for arrays of another type, shape or layout.
+    """
 
     def __init__(self, weights: GroupWeights, engine: Any) -> None:
+        check_weights(weights)
         self._engine = engine
         self._weights = weights  # the C structs point into its arrays
         self._fault = ffi.new("cp_fault *")
@@ -80,13 +92,16 @@ class NativeGroup:
     def embed(self, token_ids: npt.NDArray[np.int32]) -> Float32:
         matrix = self._weights.embedding
         assert matrix is not None, "this group has no embedding"
-        token_ids = np.ascontiguousarray(token_ids, np.int32)
+        check_array("token ids", token_ids, INT32, (None,))
         out = np.empty((len(token_ids), matrix.cols), np.float32)
         ids = ffi.from_buffer("int32_t[]", token_ids)
         self._check(lib.cp_embed(self._embedding, ids, len(token_ids), _floats(out), self._fault))
         return out
 
     def forward(self, hidden: Float32, slices: Sequence[PagedSlice]) -> None:
+        shape = self._weights.shape
+        check_array("hidden", hidden, FLOAT32, (None, shape.hidden_size), written=True)
+        check_slices(shape, len(self._weights.layers), slices)
         sequences = ffi.new("cp_sequence[]", len(slices))
         for sequence, part in zip(sequences, slices, strict=True):
             sequence.start_position = part.start_position
@@ -114,7 +129,7 @@ class NativeGroup:
         weights = self._weights
         assert weights.head is not None, "this group has no head"
         assert weights.final_norm is not None
-        hidden_rows = np.ascontiguousarray(hidden_rows, np.float32)
+        check_array("hidden rows", hidden_rows, FLOAT32, (None, weights.head.cols))
         num_rows = len(hidden_rows)
         out = np.empty((num_rows, weights.head.rows), np.float32)
         scratch, size = self._scratch_of(lib.cp_logits_scratch(self._engine, self._head, num_rows))
@@ -175,7 +190,10 @@ class BoundMatmul:
     def __init__(
         self, backend: NativeBackend, matrix: PackedMatrix, x: Float32, terms: int
     ) -> None:
-        self._x = np.ascontiguousarray(x, np.float32)
+        check_array("x", x, FLOAT32, (None, matrix.cols))
+        if matrix.kind == "f32":
+            raise KernelError("a matrix of kind f32 is for look-up only")
+        self._x = x
         self._out = np.empty((len(x), matrix.rows), np.float32)
         self._fault = ffi.new("cp_fault *")
         self._keep = (backend, matrix, c_matrix := _matrix_or_none(matrix))
@@ -199,6 +217,7 @@ class BoundMatmul:
 
 def exp(backend: NativeBackend, x: Float32) -> Float32:
     """The C kernel's exp of a flat array."""
+    check_array("x", x, FLOAT32, (None,))
     out = np.empty_like(x)
     lib.cp_exp(backend.engine, _floats(x), _floats(out), x.size)
     return out
@@ -206,6 +225,7 @@ def exp(backend: NativeBackend, x: Float32) -> Float32:
 
 def to_half(backend: NativeBackend, x: Float32) -> npt.NDArray[np.uint16]:
     """The C kernel's fp16 bits of a flat array."""
+    check_array("x", x, FLOAT32, (None,))
     out = np.empty(x.shape, np.uint16)
     lib.cp_to_half(backend.engine, _floats(x), ffi.from_buffer("uint16_t[]", out), x.size)
     return out
@@ -213,6 +233,7 @@ def to_half(backend: NativeBackend, x: Float32) -> npt.NDArray[np.uint16]:
 
 def from_half(backend: NativeBackend, bits: npt.NDArray[np.uint16]) -> Float32:
     """The C kernel's binary32 of flat fp16 bits."""
+    check_array("bits", bits, UINT16, (None,))
     out = np.empty(bits.shape, np.float32)
     lib.cp_from_half(backend.engine, ffi.from_buffer("uint16_t[]", bits), _floats(out), bits.size)
     return out
@@ -229,8 +250,7 @@ def read_memory(backend: NativeBackend, data: npt.NDArray[np.uint8]) -> None:
 
 
 def _floats(array: Float32) -> Any:
-    assert array.dtype == np.float32
-    return ffi.from_buffer("float[]", array)  # refuses an array that is not contiguous
+    return ffi.from_buffer("float[]", array)
 
 
 def _fill_matrix(c_matrix: Any, matrix: PackedMatrix) -> None:

@@ -94,8 +94,9 @@ class WorkerInfo(_Presence):
 class SchedulerInfo(_Presence):
     """A scheduler as it last told of itself.
 
-    `num_requests` is how many it holds, `num_waiting` those of them that wait for KV memory, of
-    which `reserved_kv_bytes` are taken. `num_redrives` counts the lost steps that it sent again.
+    `num_requests` is how many it holds, `num_waiting` those of them that wait for room,
+    `reserved_kv_bytes` what the others may write. `num_redrives` counts the lost steps that it
+    sent again.
     """
 
     scheduler_id: str

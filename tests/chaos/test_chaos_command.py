@@ -49,6 +49,18 @@ def test_nothing_is_lost_while_workers_die_freeze_and_garbage_comes(tiny_gguf: P
     assert ledger["recovery"]["kill worker"]["num_faults"] >= 1  # type: ignore[index]
 
 
+def test_everything_is_killed_under_load_and_nothing_is_lost(tiny_gguf: Path) -> None:
+    code, ledger, told = chaos(
+        tiny_gguf, "--requests", "300", "--concurrency", "16", "--seed", "3",
+        "--restart", "everything:2s:1",
+    )  # fmt: skip
+
+    assert code == 0, told + json.dumps(ledger)
+    assert ledger["accepted"] == ledger["completed"] == 300
+    assert [ledger[name] for name in ("lost", "duplicated", "stuck", "wrong")] == [0, 0, 0, 0]
+    assert ledger["recovery"]["restart everything"]["num_faults"] == 1  # type: ignore[index]
+
+
 def test_rolling_sigterm_under_load_loses_nothing(tiny_gguf: Path) -> None:
     code, ledger, told = chaos(
         tiny_gguf, "--requests", "120", "--concurrency", "4", "--seed", "2",
@@ -59,6 +71,15 @@ def test_rolling_sigterm_under_load_loses_nothing(tiny_gguf: Path) -> None:
     assert ledger["accepted"] == ledger["completed"] == 120
     assert ledger["recovery"]["stop worker"]["num_faults"] >= 2  # type: ignore[index]
     assert "died by itself" not in ledger["named"]  # type: ignore[operator]
+
+
+def test_it_asks_for_a_time_and_follows_each_answer_to_its_end(tiny_gguf: Path) -> None:
+    code, ledger, told = chaos(tiny_gguf, "--for", "3s", "--concurrency", "4")
+
+    assert code == 0, told + json.dumps(ledger)
+    assert ledger["accepted"] == ledger["completed"]
+    assert ledger["completed"] >= 4  # type: ignore[operator]
+    assert "requests for 3 s" in told
 
 
 def test_it_runs_on_the_servers_of_a_cluster(
@@ -84,6 +105,17 @@ def test_servers_that_it_did_not_start_are_never_restarted() -> None:
 
     assert result.returncode == 2
     assert "--cluster" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [("--for", "10s", "--requests", "5"), ("--for", "2000m"), ("--for", "soon")]
+)
+def test_a_load_without_one_clear_end_is_refused(options: tuple[str, ...]) -> None:
+    result = cellpipe("chaos", *options)
+
+    assert result.returncode == 2
+    assert "--for" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -245,7 +245,7 @@ def test_twenty_broker_restarts_restore_every_consumer(own_servers: PrivateServe
 def test_old_and_new_topology_versions_side_by_side(broker: RabbitmqBroker, amqp_url: str) -> None:
     ours = control_queues()
     # Another schema's queues: other arguments under other names.
-    theirs = [QueueSpec(spec.name.replace(".v1.", ".v0."), max_length=7) for spec in ours]
+    theirs = [QueueSpec(spec.name.replace(".v2.", ".v1."), max_length=7) for spec in ours]
     broker.declare(ours)
     with closing(RabbitmqBroker.connect(amqp_url)) as old:
         try:

@@ -162,6 +162,22 @@ def test_a_full_queue_refuses_until_it_is_drained(world: World, broker: Broker) 
     assert take(broker).body == b"fits again"
 
 
+def test_a_queue_is_full_of_bytes_as_well(world: World, broker: Broker) -> None:
+    queue = world.name()
+    broker.declare([QueueSpec(queue, QueueType.QUORUM, max_length=1_000, max_bytes=1 << 20)])
+    body = bytes(1 << 18)
+    refusals = 0
+
+    for _ in range(24):
+        try:
+            send(broker, queue, body)
+        except PublishRefused:
+            refusals += 1
+
+    assert refusals > 8  # a quorum queue may take a few more before it notices
+    assert 4 <= (broker.depth(queue) or 0) == 24 - refusals
+
+
 def test_an_empty_publish_is_confirmed_at_once(broker: Broker) -> None:
     broker.publish([]).wait(0.0)
 

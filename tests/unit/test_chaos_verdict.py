@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from services.chaos.memory import growing, rss_trends
 from services.chaos.report import to_dict, to_lines
 from services.chaos.verdict import (
     OVERLAPPING,
@@ -14,7 +16,6 @@ from services.chaos.verdict import (
     judge_requests,
     percentile,
     recoveries,
-    rss_slopes,
 )
 
 WHOLE = Observation(
@@ -168,16 +169,37 @@ def test_percentiles_are_values_that_were_seen() -> None:
     assert percentile([], 0.5) is None
 
 
-def test_growing_memory_is_a_problem_once_it_was_watched_long_enough() -> None:
-    grows = [(float(t), 50_000_000 + t * 100_000) for t in range(400)]  # 6 MB a minute
-    flat = [(float(t), 50_000_000 + t % 2) for t in range(400)]
+def samples(num_s: int, mb_at: Callable[[int], float]) -> list[tuple[float, int]]:
+    return [(float(t), round(mb_at(t) * 1e6)) for t in range(num_s)]
 
-    slopes, problems = rss_slopes({"worker/a": grows, "scheduler/b": flat, "worker/c": grows[:20]})
 
-    assert slopes["worker"] == pytest.approx(6.0)
-    assert slopes["scheduler"] == pytest.approx(0.0, abs=0.01)
-    assert len(problems) == 1
-    assert "worker/a" in problems[0]
+def test_memory_that_grows_to_the_end_is_a_problem_and_a_peak_or_warm_up_is_none() -> None:
+    leaks = samples(400, lambda t: 50 + t * 0.02)  # 1.2 MB a minute
+    breathes = samples(400, lambda t: 50 + (t % 7) + (200 if t == 390 else 0))
+    warms_up = samples(400, lambda t: 50 + min(t, 90) * 0.5)
+
+    trends = rss_trends(
+        {
+            "worker/leaks": leaks,
+            "worker/breathes": breathes,
+            "scheduler/warms up": warms_up,
+            "worker/too short": leaks[:200],
+            "worker/far too short": leaks[:50],
+            "server/broker": leaks,
+        }
+    )
+
+    assert {name: trend.is_flat for name, trend in trends.items()} == {
+        "worker/leaks": False,
+        "worker/breathes": True,
+        "scheduler/warms up": True,
+        "worker/too short": None,
+        "server/broker": None,
+    }
+    assert trends["worker/leaks"].mb_per_h == pytest.approx(72)
+    assert trends["worker/leaks"].first_mb == pytest.approx(50.2)
+    (problem,) = growing(trends)
+    assert "worker/leaks" in problem
 
 
 def test_the_report_names_the_counts_and_the_requests_that_are_off() -> None:

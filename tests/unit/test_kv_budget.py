@@ -133,6 +133,44 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
     assert served.error == ""
 
 
+def test_what_a_larger_budget_admitted_and_never_started_holds_nobody_up() -> None:
+    rig = Rig(2)
+    first = rig.add_scheduler(limits=limits_for(rig, 2.0))
+    rig.open_reply_queue("mine")
+    submit(rig, "runs")
+    submit(rig, "big", max_tokens=12 + 31)  # the whole of the first one's budget
+    submit(rig, "small")
+    turns(rig, 10)
+
+    rig.kill(first)
+    second = rig.add_scheduler(limits=limits_for(rig, 1.0))
+    rig.add_workers()
+    run_until_idle(rig, second)
+
+    by_id = {reply.request_id: reply for reply in rig.replies("mine")}
+    assert "--kv-budget" in by_id["big"].error
+    assert_answers(rig, [("runs", PROMPT, SAMPLED), ("small", PROMPT, SAMPLED)])
+
+
+def test_who_comes_after_five_hundred_requests_of_another_is_next_after_them() -> None:
+    # given a budget for three at once, so that most wait
+    rig = Rig(1)
+    rig.add_workers()
+    scheduler = rig.add_scheduler(limits=limits_for(rig, 3.0))
+    rig.open_reply_queue("mine")
+    dump = [f"dump{n}" for n in range(500)]
+    for name in dump:
+        submit(rig, name, max_tokens=1)
+    submit(rig, "late", max_tokens=1)
+    for number in range(20):
+        submit(rig, f"later{number}", max_tokens=1)
+
+    run_until_idle(rig, scheduler)
+
+    order = [reply.request_id for reply in rig.replies("mine")]
+    assert order[:501] == [*dump, "late"]
+
+
 def test_a_waiting_request_can_be_cancelled() -> None:
     rig = Rig(2)
     scheduler = rig.add_scheduler(limits=limits_for(rig, 1.0))

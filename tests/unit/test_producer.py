@@ -6,9 +6,12 @@ import time
 
 import pytest
 
-from shared.errors import RequestError, TransientError
+from services.cli.tree import EXIT_OVERLOADED, exit_code_of
+from shared.broker.memory import MemoryBroker, MemoryHub
+from shared.errors import Overloaded, RequestError, TransientError
 from shared.messages import Request
 from shared.producer import DEADLINE_GRACE_MS, Producer
+from shared.topology import REQUESTS_QUEUE, QueueSpec
 from tests.rig import Rig
 
 
@@ -29,3 +32,18 @@ def test_a_request_that_is_too_large_is_refused_by_size() -> None:
 
     with pytest.raises(RequestError, match="over the limit"):
         producer.submit(Request("r", prompt="a" * (8 << 20)))
+
+
+def test_a_full_queue_refuses_by_name_and_says_when_to_come_again() -> None:
+    broker = MemoryBroker(MemoryHub())
+    broker.declare([QueueSpec(REQUESTS_QUEUE, max_length=1)])
+    producer = Producer(broker, Rig(1).ledger)
+    producer.submit(Request("first", prompt="a"))
+
+    with pytest.raises(Overloaded, match="no more requests for now") as raised:
+        producer.submit(Request("second", prompt="a"))
+
+    assert raised.value.retry_after_s > 0
+    assert "try again in 5 s" in raised.value.remedy
+    assert exit_code_of(raised.value) == EXIT_OVERLOADED
+    assert broker.depth(REQUESTS_QUEUE) == 1

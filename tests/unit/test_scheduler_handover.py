@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from services.scheduler.admission import seed_of
 from services.scheduler.limits import SchedulerLimits
 from services.scheduler.scheduler import Scheduler
 from shared.errors import StoreUnavailable
 from shared.messages import Request, SamplingParams, Step
+from shared.store import keys
 from shared.topology import REQUESTS_QUEUE
 from tests.faults import Crash, DeafBroker, LosableBroker, Tripwire
 from tests.rig import Rig, assert_answers
@@ -32,7 +34,7 @@ def run_until_idle(rig: Rig, scheduler: Scheduler) -> None:
 def test_a_scheduler_that_dies_hands_its_requests_to_another(num_tokens: int | None) -> None:
     # given a request that is queued, started or under way
     rig = Rig(2)
-    first = rig.add_scheduler(draw_seed=lambda: 41)
+    first = rig.add_scheduler(draw_seed=lambda _: 41)
     rig.open_reply_queue("mine")
     rig.submit(make_request(sampling=UNSEEDED), reply_to="mine")
     if num_tokens is not None:
@@ -41,7 +43,7 @@ def test_a_scheduler_that_dies_hands_its_requests_to_another(num_tokens: int | N
         rig.run_until(lambda: len(rig.tokens("r")) == num_tokens)
 
     rig.kill(first)
-    second = rig.add_scheduler(draw_seed=lambda: 41 if num_tokens is None else 1_000)
+    second = rig.add_scheduler(draw_seed=lambda _: 41 if num_tokens is None else 1_000)
     if num_tokens is None:
         rig.add_workers()
     run_until_idle(rig, second)
@@ -66,12 +68,12 @@ def test_a_scheduler_that_dies_anywhere_leaves_a_request_that_is_answered(
     rig.add_workers()
     inner = {"ledger": rig.ledger, "broker": rig.new_broker(), "kv_pages": rig.kv_pages}
     wire = Tripwire(inner[part], method, Crash, after=after)
-    rig.add_scheduler(draw_seed=lambda: 41, **{part: wire})
+    rig.add_scheduler(draw_seed=lambda _: 41, **{part: wire})
     rig.open_reply_queue("mine")
     rig.submit(make_request(sampling=UNSEEDED), reply_to="mine")
     rig.run_until(lambda: rig.num_crashes == 1)
 
-    second = rig.add_scheduler(draw_seed=lambda: 41 if (method, after) == ("admit", False) else 0)
+    second = rig.add_scheduler(draw_seed=lambda _: 41 if (method, after) == ("admit", False) else 0)
     run_until_idle(rig, second)
 
     seeded = SamplingParams(temperature=0.9, seed=41, max_tokens=12, ignore_eos=True)
@@ -154,10 +156,10 @@ def test_two_schedulers_that_admit_one_request_at_once_start_it_with_one_seed() 
         def __getattr__(self, name: str) -> Any:
             return getattr(rig.ledger, name)
 
-    first = rig.add_scheduler(draw_seed=lambda: 41, limits=SchedulerLimits(max_in_flight=1))
+    first = rig.add_scheduler(draw_seed=lambda _: 41, limits=SchedulerLimits(max_in_flight=1))
     rig.submit(make_request(sampling=UNSEEDED), reply_to="mine")
     first.turn(0.0)
-    second = rig.add_scheduler(draw_seed=lambda: 1_000, ledger=LateSight())
+    second = rig.add_scheduler(draw_seed=lambda _: 1_000, ledger=LateSight())
     rig.submit(make_request(sampling=UNSEEDED), reply_to="mine")
     second.turn(0.0)
     assert (first.num_in_flight, second.num_in_flight) == (1, 1)
@@ -204,7 +206,7 @@ def test_a_seed_is_drawn_once_for_a_request_without_one() -> None:
         times=2,
         only_if=lambda messages: messages[0].queue == rig.queue(0),
     )
-    scheduler = rig.add_scheduler(broker=failing, draw_seed=lambda: next(seeds))
+    scheduler = rig.add_scheduler(broker=failing, draw_seed=lambda _: next(seeds))
     sampling = SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True)
 
     rig.submit(make_request(sampling=sampling))
@@ -214,3 +216,28 @@ def test_a_seed_is_drawn_once_for_a_request_without_one() -> None:
     seeded = SamplingParams(temperature=0.9, seed=41, max_tokens=12, ignore_eos=True)
     assert_answers(rig, [("r", PROMPT, seeded)])
     assert next(seeds) == 42
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_a_request_of_which_scheduler_and_store_lost_all_draws_the_same_tokens(
+    num_tokens: int,
+) -> None:
+    # given one without a seed, whose next step still runs when nobody knows of it any more
+    rig = Rig(2)
+    rig.add_workers()
+    first = rig.add_scheduler(draw_seed=seed_of)
+    rig.submit(make_request(sampling=UNSEEDED))
+    rig.run_until(lambda: len(rig.tokens("r")) == num_tokens)
+    seen = rig.tokens("r")
+    rig.stores.meta.run(("DEL", keys.ledger("r"), keys.events("r")))
+    rig.kill(first)
+
+    run_until_idle(rig, rig.add_scheduler(draw_seed=seed_of))
+
+    seeded = SamplingParams(temperature=0.9, seed=seed_of("r"), max_tokens=12, ignore_eos=True)
+    assert_answers(rig, [("r", PROMPT, seeded)])
+    assert rig.tokens("r")[:num_tokens] == seen
+
+
+def test_requests_without_a_seed_do_not_share_one() -> None:
+    assert len({seed_of(f"r{number}") for number in range(1_000)}) == 1_000

@@ -156,12 +156,12 @@ def test_garbage_in_an_inbox_is_buried_and_does_not_move_to_the_group() -> None:
     rig.add_worker(0)
     rig.add_worker(1)
 
-    rig.publish("cellpipe.v1.inbox.w2.g1", b"\xc1 garbage")
+    rig.publish("cellpipe.v2.inbox.w2.g1", b"\xc1 garbage")
     start_others(rig)
     rig.run_until_done(*(request_id for request_id, _, _ in OTHERS))
 
     ((letter, delivery),) = dead_letters(rig)
-    assert (letter.queue, letter.workers) == ("cellpipe.v1.inbox.w2.g1", ("w2",))
+    assert (letter.queue, letter.workers) == ("cellpipe.v2.inbox.w2.g1", ("w2",))
     assert delivery.body == b"\xc1 garbage"
 
 

@@ -136,6 +136,8 @@ def queue_arguments(spec: QueueSpec) -> dict[str, str | int]:
     arguments: dict[str, str | int] = {"x-queue-type": spec.queue_type.value}
     if spec.max_length is not None:
         arguments |= {"x-max-length": spec.max_length, "x-overflow": "reject-publish"}
+    if spec.max_bytes is not None:
+        arguments |= {"x-max-length-bytes": spec.max_bytes, "x-overflow": "reject-publish"}
     if spec.dead_letter_queue is not None:
         arguments |= {
             "x-dead-letter-exchange": "",

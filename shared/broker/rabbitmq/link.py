@@ -47,7 +47,7 @@ class IoThread:
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
         """On the IO thread only."""
-        self.ioloop.call_later(delay_s, callback)
+        self.ioloop.call_later(delay_s, lambda: _run_if_open(callback))
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; afterwards what is posted is never run."""
@@ -59,13 +59,25 @@ class IoThread:
     def _drain(self) -> None:
         self._awake = False  # before the first callback: what is posted from now on wakes us again
         while self._posted:
-            self._posted.popleft()()
+            _run_if_open(self._posted.popleft())
 
     def _run(self) -> None:
         try:
             self.ioloop.start()
         finally:
             self._on_ended()  # also after a bug in a callback: nobody may wait for us for ever
+
+
+def _run_if_open(callback: Callable[[], None]) -> None:
+    """Run a callback that may find its connection closing: between the broker's goodbye and the
+    end of the socket pika refuses everything. The loss is told right after, and makes it good."""
+    try:
+        callback()
+    except (
+        pika.exceptions.ConnectionWrongStateError,
+        pika.exceptions.ChannelWrongStateError,
+    ) as error:
+        log.debug("connection_closing", reason=str(error))
 
 
 class Connection(pika.SelectConnection):  # type: ignore[misc]

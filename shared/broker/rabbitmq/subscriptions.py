@@ -67,12 +67,12 @@ class Subscriptions:
         """The answer comes when nothing more can arrive and what was not taken is on its way."""
         self._wanted.pop(queue, None)
         subscription = self._active.pop(queue, None)
-        if subscription is None or not subscription.consumer_tag:
+        if subscription is None or not subscription.consumer_tag or not self._is_open():
             if subscription is not None:
                 self._lose(subscription)
-                if subscription.channel is not None and subscription.channel.is_open:
-                    subscription.channel.close()
             resolve(answer, None)
+            if subscription is not None and subscription.channel is not None and self._is_open():
+                subscription.channel.close()
             return
 
         def cancelled(_: Any) -> None:
@@ -150,6 +150,10 @@ class Subscriptions:
 
         self._connection.channel(on_open_callback=channel_open)
 
+    def _is_open(self) -> bool:
+        """Not while it closes either: what was taken is then given out again by the broker."""
+        return self._connection is not None and bool(self._connection.is_open)
+
     def _agreed(self, subscription: _Subscription) -> None:
         self._num_losses.pop(subscription.queue, None)
         if subscription.answer is not None:
@@ -193,7 +197,7 @@ class Subscriptions:
                 subscription.channel.close()
 
     def _on_channel_closed(self, subscription: _Subscription, error: BaseException) -> None:
-        if not subscription.is_live or self._connection is None or not self._connection.is_open:
+        if not subscription.is_live or not self._is_open():
             return  # our own doing, or link_down tells the rest
         self._lose(subscription)
         missing = getattr(error, "reply_code", 0) == NOT_FOUND
