@@ -39,8 +39,9 @@ PREFIX_BYTES = 256 << 20
 class Engine:
     """A running pipeline over a packed model; a context manager.
 
-    `producer` submits requests and follows them, `tokenizer` turns their tokens into text. Raises
-    `ConfigError` for a number of groups that the model cannot be cut into.
+    `producer` submits requests and follows them, `tokenizer` turns their tokens into text,
+    `workers` compute them. Raises `ConfigError` for a number of groups that the model cannot be cut
+    into.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Engine:
         self._failure: BaseException | None = None
         self._brokers: list[MemoryBroker] = []
         self._hub = MemoryHub()
+        self.workers: list[Worker] = []
         self._stores = connect("memory://")
         ledger = Ledger(self._stores.meta)
         # Two workers of a group share rows through the store; one alone is their only reader.
@@ -105,6 +107,7 @@ class Engine:
                     prefixes=local_prefixes,
                     limits=limits,
                 )
+                self.workers.append(worker)
                 turns.append(worker.turn)
         self._threads = [
             threading.Thread(target=self._run, args=(turn,), name=f"cellpipe-{i}", daemon=True)

@@ -110,6 +110,7 @@ def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
         "seed": sampling.seed,
         "max_tokens": sampling.max_tokens,
         "ignore_eos": sampling.ignore_eos,
+        "speculation": sampling.speculation,
     }
 
 
@@ -124,6 +125,7 @@ def _read_sampling(raw: Mapping[str, Any]) -> SamplingParams:
             get("seed"),
             get("max_tokens", 256),
             get("ignore_eos", False),
+            get("speculation", True),
         )
     except TypeError as error:  # what cannot be hashed is no number
         raise DecodeError("sampling holds a map or an array where a number belongs") from error
@@ -133,7 +135,13 @@ def _read_sampling(raw: Mapping[str, Any]) -> SamplingParams:
 # decode. Typed, because True == 1 == 1.0; errors are not remembered.
 @lru_cache(maxsize=256, typed=True)
 def _checked_sampling(
-    temperature: Any, top_k: Any, top_p: Any, seed: Any, max_tokens: Any, ignore_eos: Any
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    seed: Any,
+    max_tokens: Any,
+    ignore_eos: Any,
+    speculation: Any,
 ) -> SamplingParams:
     return SamplingParams(
         temperature=as_float("temperature", temperature),
@@ -142,11 +150,12 @@ def _checked_sampling(
         seed=None if seed is None else as_int("seed", seed, -_INT64, MAX_SEED),
         max_tokens=as_int("max_tokens", max_tokens, -_INT64, _INT64),
         ignore_eos=as_bool("ignore_eos", ignore_eos),
+        speculation=as_bool("speculation", speculation),
     )
 
 
 def _step_fields(step: Step) -> dict[str, Any]:
-    return {
+    fields = {
         "kind": "step.v1",
         "request_id": step.request_id,
         "model_id": step.model_id,
@@ -162,12 +171,19 @@ def _step_fields(step: Step) -> dict[str, Any]:
         "deadline_unix_ms": step.deadline_unix_ms,
         "route": step.route,
     }
+    if step.draft or step.accepted:
+        # Another kind: whoever passed over these fields would take guesses for tokens.
+        fields |= {"kind": "step.v2", "draft": step.draft, "accepted": step.accepted}
+    return fields
 
 
 def _read_step(raw: dict[str, Any]) -> Step:
+    speculates = raw["kind"] == "step.v2"
     try:
         sampling = _read_sampling(take_map(raw, "sampling"))
         stop_token_ids = take_tokens(raw, "stop_token_ids") if "stop_token_ids" in raw else ()
+        draft = take_tokens(raw, "draft") if speculates else ()
+        accepted = take_tokens(raw, "accepted") if speculates else ()
     except RequestError as error:  # a step is written by us: bad values make a bad frame
         raise DecodeError(f"step.v1 {error}") from error
     return Step(
@@ -184,6 +200,8 @@ def _read_step(raw: dict[str, Any]) -> Step:
         stop_token_ids=stop_token_ids,
         deadline_unix_ms=take_int(raw, "deadline_unix_ms", 0),
         route=_read_route(raw) if "route" in raw else (),
+        draft=draft,
+        accepted=accepted,
     )
 
 
@@ -269,6 +287,7 @@ def _read_reply(raw: dict[str, Any]) -> Reply:
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 _READERS: dict[str, Callable[[dict[str, Any]], Message]] = {
     "step.v1": _read_step,
+    "step.v2": _read_step,
     "request.v1": _read_request,
     "reply.v1": _read_reply,
 }

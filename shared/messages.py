@@ -27,6 +27,7 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_LIST_LEN = 1 << 20  # token ids or chat messages of one request
 MAX_UNIX_MS = 2**53 - 1
 MAX_ROUTE_LEN = 1024
+MAX_DRAFT_LEN = 64
 # Becomes part of a queue's name, which AMQP limits to 255 bytes.
 WORKER_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{0,128}\Z")
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
@@ -47,6 +48,7 @@ class SamplingParams:
 
     `temperature` 0 is greedy and ignores the rest; `top_k` 0 and `top_p` 1 are off. `seed` None
     lets the scheduler draw one, which the ledger then records, so that a repeat is exact.
+    `speculation` lets the last group guess tokens ahead; it changes the time, never the tokens.
     """
 
     temperature: float = 0.0
@@ -55,6 +57,7 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int = 256
     ignore_eos: bool = False
+    speculation: bool = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
@@ -136,6 +139,11 @@ class Step:
     `position + T`; the prompt's last chunk and every decode step say so. `max_position` is the last
     position that a generated token may take. `deadline_unix_ms` 0 means none. `route[g]` is the
     worker that last computed group g of this request, "" or missing if none is known; it is a hint.
+
+    With speculation it is a `step.v2`. `draft` are guessed tokens, whose rows follow one of a known
+    token; each row is sampled as long as the token after it is the drafted one. `accepted` are the
+    tokens right before `position` whose rows an earlier draft computed: they are in the caches of
+    the workers on the route, and not in the store yet.
     """
 
     request_id: str
@@ -151,6 +159,8 @@ class Step:
     stop_token_ids: tuple[int, ...] = ()
     deadline_unix_ms: int = 0
     route: tuple[str, ...] = ()
+    draft: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not REQUEST_ID_PATTERN.match(self.request_id):
@@ -172,11 +182,29 @@ class Step:
         for worker_id in self.route:
             if not WORKER_ID_PATTERN.match(worker_id):
                 raise DecodeError(f"step.v1 route holds no worker id: {worker_id!r:.80}")
+        if self.draft or self.accepted:
+            self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        if max(len(self.draft), len(self.accepted)) > MAX_DRAFT_LEN:
+            raise DecodeError(f"step.v2 draft and accepted must be at most {MAX_DRAFT_LEN}")
+        if self.draft and not (self.sample and self.num_positions == 1 + len(self.draft)):
+            raise DecodeError(
+                f"step.v2 with a draft of {len(self.draft)} must be sampled and hold one position "
+                f"more, got {self.num_positions}"
+            )
+        if len(self.accepted) > self.position:
+            raise DecodeError(f"step.v2 accepted holds more than the {self.position} before it")
 
     @property
     def num_positions(self) -> int:
         """T, the number of consecutive positions in this message."""
         return int(next(iter(self.tensors.values())).shape[0])
+
+    @property
+    def end_position(self) -> int:
+        """The position after the last token that is known, not guessed: the first to be sampled."""
+        return self.position + self.num_positions - len(self.draft)
 
 
 @dataclass(frozen=True, slots=True)

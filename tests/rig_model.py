@@ -15,9 +15,16 @@ from shared.topology import (
 from tests.gguf_files import tiny_tokens, tiny_vocabulary
 from tests.tiny_model import TinyModel, tiny_model
 
-GREEDY = SamplingParams(seed=0, max_tokens=12, ignore_eos=True)
+# A token a step: what tests count. Speculation has tests of its own.
+GREEDY = SamplingParams(seed=0, max_tokens=12, ignore_eos=True, speculation=False)
 SAMPLED = SamplingParams(
-    temperature=0.9, top_k=40, top_p=0.95, seed=7, max_tokens=12, ignore_eos=True
+    temperature=0.9,
+    top_k=40,
+    top_p=0.95,
+    seed=7,
+    max_tokens=12,
+    ignore_eos=True,
+    speculation=False,
 )
 
 

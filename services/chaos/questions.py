@@ -26,9 +26,12 @@ def draw_questions(
         # One in eight is longer than a prefill slice.
         length = min(longest, rng.randint(140, 200) if number % 8 == 7 else rng.randint(8, 40))
         greedy = number % 2 == 0
+        # One in three repeats itself, so that drafts are sent, and taken.
+        period = rng.randint(3, 8) if number % 3 == 2 else length
+        passage = [rng.randrange(vocab_size) for _ in range(period)]
         questions.append(
             Question(
-                tuple(rng.randrange(vocab_size) for _ in range(length)),
+                tuple(passage[place % period] for place in range(length)),
                 SamplingParams(
                     temperature=0.0 if greedy else rng.uniform(0.5, 1.2),
                     top_k=0 if greedy else rng.choice((0, 40)),

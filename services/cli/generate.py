@@ -66,6 +66,14 @@ NoPrefixCache = Annotated[
     bool,
     typer.Option("--no-prefix-cache", help="Embedded: compute every prompt from its beginning."),
 ]
+Speculate = Annotated[
+    bool,
+    typer.Option(
+        "--speculate/--no-speculate",
+        help="Guess tokens ahead from the text so far: faster where it repeats itself, "
+        "and the same tokens.",
+    ),
+]
 
 
 @app.command()
@@ -78,6 +86,7 @@ def run(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     seed: Seed = None,
+    speculate: Speculate = True,
     system: System = None,
     raw: Annotated[bool, typer.Option(help="Continue the prompt, without chat template.")] = False,
     groups: Groups = 1,
@@ -98,7 +107,7 @@ def run(
     text = _prompt_text(prompt)
     if raw and system is not None:
         raise ConfigError("--system goes through the chat template, which --raw leaves out")
-    sampling = _sampling(temperature, top_k, top_p, seed, max_tokens)
+    sampling = _sampling(temperature, top_k, top_p, seed, max_tokens, speculate)
     turns = _conversation(system, [ChatMessage("user", text)])
     with open_session(
         config,
@@ -146,6 +155,7 @@ def chat(
     top_k: TopK = 40,
     top_p: TopP = 0.95,
     seed: Seed = None,
+    speculate: Speculate = True,
     system: System = None,
     groups: Groups = 1,
     threads: Threads = 0,
@@ -161,7 +171,7 @@ def chat(
 
     config = load_config(quiet=True)
     _check_timeout(timeout)
-    sampling = _sampling(temperature, top_k, top_p, seed, max_tokens)
+    sampling = _sampling(temperature, top_k, top_p, seed, max_tokens, speculate)
     history: list[ChatMessage] = []
     with open_session(
         config,
@@ -190,14 +200,24 @@ def chat(
 
 
 def _sampling(
-    temperature: float, top_k: int, top_p: float, seed: int | None, max_tokens: int
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+    max_tokens: int,
+    speculate: bool,
 ) -> Sampling:
     """The parameters, with a seed drawn here if none was given, so that it can be shown."""
     if seed is None:
         seed = secrets.randbits(31)
     try:
         return Sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            speculation=speculate,
         )
     except RequestError as error:
         raise ConfigError(str(error)) from error

@@ -1,13 +1,14 @@
 """Chooses what a worker computes next. Pure: knows no queue, clock or kernel.
 
 A turn runs one layer group over one batch. Decode steps go first, since someone waits for each;
-prefill slices fill what is left of the row budget, so a long prompt never blocks the others.
+prefill slices fill what is left of the row budget, so a long prompt never blocks the others. A
+draft is cut where the budget ends, and left out where a step may have killed a worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.broker.base import Delivery
 from shared.messages import Step
@@ -67,9 +68,26 @@ class Slice:
         return self.pending.step.position + self.start
 
     @property
+    def draft(self) -> tuple[int, ...]:
+        """The guessed tokens among its rows, which are the last ones."""
+        return self.pending.step.draft[: self.num_rows - 1]
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """The tokens right before its first row whose rows are not in the store yet."""
+        return () if self.start else self.pending.step.accepted
+
+    @property
     def completes(self) -> bool:
-        """Whether the step is done once this slice is."""
-        return self.start + self.num_rows == self.pending.step.num_positions
+        """Whether the step is done once this slice is; a draft may be cut short."""
+        return (
+            bool(self.pending.step.draft)
+            or self.start + self.num_rows == self.pending.step.num_positions
+        )
+
+    def without_draft(self) -> Slice:
+        """The same with its known tokens alone."""
+        return replace(self, num_rows=self.num_rows - len(self.draft))
 
 
 def plan_batch(
@@ -97,17 +115,20 @@ def plan_batch(
     candidates = [item for item in _first_of_each_request(ready) if item.step.group == group]
     suspects = [item for item in candidates if item.is_suspect]
     if suspects and (suspects_first or len(suspects) == len(candidates)):
-        candidates = suspects[:1]
+        # The one that waits longest for another look: a parked one would keep the others waiting.
+        candidates = [min(suspects, key=lambda item: item.retry_at_s)]
     elif suspects:
         candidates = [item for item in candidates if not item.is_suspect]
     # sorted is stable: arrival order holds within decode steps and within prefill.
-    candidates.sort(key=lambda item: item.step.num_positions > 1)
+    candidates.sort(key=lambda item: item.step.end_position - item.step.position > 1)
     slices: list[Slice] = []
     rows_left = max_rows
     for item in candidates[:max_sequences]:
         if rows_left == 0:
             break
         num_rows = min(item.remaining, rows_left)
+        if item.step.draft and item.is_suspect:
+            num_rows = 1
         slices.append(Slice(item, item.done, num_rows))
         rows_left -= num_rows
     return slices

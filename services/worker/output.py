@@ -22,8 +22,9 @@ from services.worker.remember import write_rows
 from services.worker.router import worker_of
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
+from services.worker.speculation import Speculation
 from services.worker.stages import CONFIRM, REDIS, Stages
-from services.worker.steps import next_group_step, routed
+from services.worker.steps import known_alone, next_group_step, routed
 from services.worker.tokens import Ended, GoOn, OutOfOrder, sample_and_commit
 from shared.broker.base import Confirm
 from shared.messages import Step
@@ -66,6 +67,7 @@ class Output:
         self._confirm_timeout_s = confirm_timeout_s
         self._faults = faults
         self._stages = stages
+        self._speculation = Speculation(pool, ledger, layout.last_group)
 
     def pass_on(self, slices: Sequence[Slice], hidden: FloatRows) -> None:
         """Store the KV rows of slices of one group, commit their tokens, send what follows.
@@ -79,7 +81,7 @@ class Output:
         confirm: Confirm | None
         if group == self._layout.last_group:
             self._write_rows(slices)
-            following = self._commit_tokens(slices, hidden[ends - 1])
+            following = self._commit_tokens(slices, hidden, ends)
             reached(self._faults, Point.COMMIT, slices)
             confirm = self._sender.publish(following)
             reached(self._faults, Point.PUBLISH, slices)
@@ -104,16 +106,22 @@ class Output:
         self._stages.lap(REDIS)
         reached(self._faults, Point.WRITE, slices)
 
-    def _commit_tokens(self, slices: Sequence[Slice], last_rows: FloatRows) -> list[Step]:
-        """Commit a token for every slice that ends its step; returns the decode steps to send.
+    def _commit_tokens(
+        self, slices: Sequence[Slice], hidden: FloatRows, ends: npt.NDArray[np.intp]
+    ) -> list[Step]:
+        """Commit the tokens of every slice that ends its step; returns the decode steps to send.
 
-        `last_rows` (B, D) holds the last hidden row of each slice.
+        `hidden` (R, D) are the slices' rows, which end before `ends` (B,).
         """
-        ends = [i for i, p in enumerate(slices) if p.completes and p.pending.step.sample]
-        pieces = [slices[i] for i in ends]
+        pieces: list[Slice] = []
+        rows: list[int] = []
+        for piece, end in zip(slices, ends, strict=True):
+            if piece.completes and piece.pending.step.sample:
+                pieces.append(piece)
+                rows += range(end - 1 - len(piece.draft), end)
         outcomes = sample_and_commit(
-            [piece.pending.step for piece in pieces],
-            last_rows[ends],
+            pieces,
+            hidden[rows],
             self._layer_groups[self._layout.last_group],
             self._ledger,
             self._stages,
@@ -123,6 +131,7 @@ class Output:
             item = piece.pending
             match outcome:
                 case GoOn(step=step):
+                    step = self._speculative(step, num_sequences=len(slices))
                     following.append(self._routed(piece, step))
                 case Ended():
                     self._pool.drop(item.step.request_id, self._layer_groups)
@@ -131,6 +140,18 @@ class Output:
                 case _:
                     assert_never(outcome)
         return following
+
+    def _speculative(self, step: Step, *, num_sequences: int) -> Step:
+        """The decode step with a draft, if its rows will be found where they were computed."""
+        if not self._rows_stay(step):
+            return known_alone(step)
+        return self._speculation.drafted(step, num_sequences=num_sequences)
+
+    def _rows_stay(self, step: Step) -> bool:
+        """Whether each group's next turn is for the worker that had the last one."""
+        if not self._worker_id:
+            return self._kv_pages is None  # one worker a group
+        return self._sender.serve(step.route, range(self._layout.last_group))
 
     def _routed(self, piece: Slice, following: Step) -> Step:
         """The step that follows from a slice, on its way to a worker of its group."""
@@ -142,7 +163,10 @@ class Output:
             known = known or state.next_worker
         elif state is not None:
             shunned = state.next_worker  # it was driven again: perhaps that one came to a stop
-        chosen = self._sender.choose(following.group, known, shunned=shunned)
+        # What was accepted of a draft is in one cache alone.
+        chosen = self._sender.choose(
+            following.group, known, shunned=shunned, is_bound=bool(following.accepted)
+        )
         if state is not None:
             state.next_worker, state.next_epoch = chosen, following.epoch
         return routed(following, worker_id=self._worker_id, group=piece.group, next_worker=chosen)

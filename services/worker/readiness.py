@@ -56,7 +56,13 @@ class Readiness:
                 self._endings.fail(item, "the request's deadline has passed")
                 continue
             try:
-                self._pool.top_up(piece.group, piece.request_id, piece.position, now_s=now_s)
+                self._pool.top_up(
+                    piece.group,
+                    piece.request_id,
+                    piece.position,
+                    accepted=piece.accepted,
+                    now_s=now_s,
+                )
             except KvMissing as error:
                 # A step can overtake its predecessor, which another worker of the group still
                 # computes: its rows come within one step's time or not at all. Or it is a late

@@ -13,13 +13,15 @@ from shared.store.ledger import Ledger
 def write_rows(
     slices: Sequence[Slice], cache_of: CacheOf, kv_pages: KvPages, ledger: Ledger
 ) -> None:
-    """Store the rows that computing these slices of one group added to their caches.
+    """Store the rows of known tokens that computing these slices of one group added to the caches.
 
+    Rows of guesses are stored with the step that says which of them count: a row in the store is
+    always that of the request's own token. So a late copy of a step can do no harm.
     The rows before them may be missing there. If the request has ended, its pages were deleted
     and nothing is to come back; if it still runs, the store lost them, and all are written from
     the cache. Raises `KvMissing` when the store loses them again meanwhile, `StoreUnavailable`.
     """
-    added = [_rows(piece, cache_of, piece.position) for piece in slices]
+    added = [_rows(piece, cache_of, piece.position - len(piece.accepted)) for piece in slices]
     problems = kv_pages.write_all(added)
     refused = [piece for piece, problem in zip(slices, problems, strict=True) if problem]
     # Nothing refuses the first rows of a request that has ended, so they are looked at after the
@@ -39,6 +41,7 @@ def write_rows(
 
 
 def _rows(piece: Slice, cache_of: CacheOf, start: int) -> KvRows:
-    """Rows from position `start` to the end of the slice, as the store takes them."""
-    rows = cache_of(piece).export_rows(start, piece.position + piece.num_rows)
+    """Rows from position `start` to the slice's last known token, as the store takes them."""
+    end = piece.position + piece.num_rows - len(piece.draft)
+    rows = cache_of(piece).export_rows(start, end)
     return KvRows(piece.request_id, piece.group, start, rows)

@@ -42,6 +42,10 @@ class Peer:
             info.turn_us,
         )
 
+    def can_take(self, group: int) -> bool:
+        """Whether it serves the group, and takes new steps."""
+        return self.is_serving and group in self.groups
+
     def assigned(self) -> Peer:
         """The same with one step more on its way."""
         return replace(self, num_assigned=self.num_assigned + 1)
@@ -58,20 +62,28 @@ class Peer:
         return num_waiting * (self.turn_us or DEFAULT_TURN_US)
 
 
-def choose_worker(group: int, routed: str, peers: Sequence[Peer], *, shunned: str = "") -> str:
+def choose_worker(
+    group: int,
+    routed: str,
+    peers: Sequence[Peer],
+    *,
+    shunned: str = "",
+    is_bound: bool = False,
+) -> str:
     """The worker for a step of `group`; "" when none is known, and any of the group may take it.
 
     `routed` is the worker that had this request before, or "". `shunned` had it when it came to a
-    stop: it may be frozen, and is taken only if nobody else is there.
+    stop: it may be frozen, and is taken only if nobody else is there. `is_bound` keeps to `routed`
+    while it is there, however loaded.
     """
-    able = [peer for peer in peers if peer.is_serving and group in peer.groups]
+    able = [peer for peer in peers if peer.can_take(group)]
     able = [peer for peer in able if peer.worker_id != shunned] or able
     if not able:
         return ""
     usual = next((peer for peer in able if peer.worker_id == routed), None)
     if usual is not None:
         soonest_us = min(peer.wait_us for peer in able)
-        if usual.wait_us <= max(OVERLOAD_MIN_US, OVERLOAD_RATIO * soonest_us):
+        if is_bound or usual.wait_us <= max(OVERLOAD_MIN_US, OVERLOAD_RATIO * soonest_us):
             return usual.worker_id
     return min(able, key=lambda peer: (peer.load_us, peer.worker_id)).worker_id
 

@@ -6,7 +6,7 @@ the embedded mode, every step goes to its group's queue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
@@ -44,16 +44,25 @@ class Sender:
         self._peers: dict[str, Peer] = {}
         self._refresh_at_s = 0.0
 
-    def choose(self, group: int, routed: str, *, shunned: str = "") -> str:
+    def choose(self, group: int, routed: str, *, shunned: str = "", is_bound: bool = False) -> str:
         """The worker for a step of a group, given who had its request before; "" for any.
 
-        `shunned` is taken only if nobody else is there.
+        `shunned` is taken only if nobody else is there. A step that `is_bound` stays where it was,
+        however loaded that one is.
         """
         self._refresh_when_due()
-        chosen = choose_worker(group, routed, list(self._peers.values()), shunned=shunned)
+        chosen = choose_worker(
+            group, routed, list(self._peers.values()), shunned=shunned, is_bound=is_bound
+        )
         if chosen and chosen != routed:
             self._peers[chosen] = self._peers[chosen].assigned()
         return chosen
+
+    def serve(self, route: Sequence[str], groups: Iterable[int]) -> bool:
+        """Whether the workers on a route are there, and serve those groups."""
+        self._refresh_when_due()
+        peers = [(group, self._peers.get(worker_of(route, group))) for group in groups]
+        return all(peer is not None and peer.can_take(group) for group, peer in peers)
 
     def publish(self, steps: Sequence[Step]) -> Confirm | None:
         """Send steps to the workers that their routes name. None when there is nothing to send."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from services.worker.draft_policy import common_prefix
+from services.worker.guesser import Guesser
 from shared.errors import KernelError, KvMissing, StoreDamaged
 from shared.model.kv_cache import SequenceCache
 from shared.model.local_prefixes import LocalPrefixes
@@ -20,6 +22,8 @@ Key = tuple[int, str]  # (group, request_id)
 # Only the last group sees a request end; what the others hold of it goes after this time. A step
 # that waits as long behind others is not seen in practice, and its request would end by name.
 EMBEDDED_IDLE_S = 600.0
+# Rows of a draft are nowhere else until the next step tells which of them count.
+DRAFT_GRACE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -27,7 +31,9 @@ class SequenceState:
     """What a worker remembers of one request in one group.
 
     `forwarded` is the position after the last row whose output the broker has confirmed, in
-    `epoch`: a repeat of it may be acked unread, since its effect is already on its way.
+    `epoch`: a repeat of it may be acked unread, since its effect is already on its way. The last
+    rows of the cache may be guesses: those of the tokens `draft`. `guesser` is the last group's; it
+    has none before position `quiet_until`, and none of another epoch than `guess_epoch`.
     """
 
     cache: SequenceCache
@@ -36,6 +42,21 @@ class SequenceState:
     last_used_s: float = 0.0
     next_worker: str = ""  # who computes the next group of this request, chosen in next_epoch
     next_epoch: int = 0
+    draft: tuple[int, ...] = ()
+    guesser: Guesser | None = None
+    guess_epoch: int = -1
+    quiet_until: int = 0
+
+    def keep_known(self, position: int, accepted: Sequence[int]) -> None:
+        """Drop the rows of guesses that are not the tokens `accepted`, right before `position`."""
+        if not self.draft:
+            return
+        known = self.cache.num_positions - len(self.draft)
+        skipped = known - (position - len(accepted))
+        if skipped >= 0:
+            known += common_prefix(self.draft, accepted[skipped:])
+        self.cache.truncate(known)
+        self.draft = ()
 
     def is_repeat(self, *, epoch: int, end_position: int) -> bool:
         return epoch == self.epoch and end_position <= self.forwarded
@@ -83,14 +104,24 @@ class SequencePool:
     def peek(self, group: int, request_id: str) -> SequenceState | None:
         return self._states.get((group, request_id))
 
-    def top_up(self, group: int, request_id: str, position: int, *, now_s: float) -> SequenceState:
-        """The state with at least rows 0..position-1 in its cache.
+    def top_up(
+        self,
+        group: int,
+        request_id: str,
+        position: int,
+        *,
+        now_s: float,
+        accepted: Sequence[int] = (),
+    ) -> SequenceState:
+        """The state with at least rows 0..position-1 in its cache, none of them a guess.
 
+        `accepted` are the tokens right before `position` that were guesses and proved right.
         Reads only the missing ones. Raises `KvMissing` when the store does not hold them (yet) or
         there is none, `KernelError` when it holds what no cache ever wrote. Shared rows that are
         damaged are dropped for all, and missing.
         """
         state = self.get(group, request_id, now_s=now_s)
+        state.keep_known(position, accepted)
         have = state.cache.num_positions
         if have < position:
             if self._kv_pages is None:
@@ -128,8 +159,11 @@ class SequencePool:
         total = self.num_bytes
         for key in list(self._states):
             state = self._states[key]
-            if total <= max_bytes and now_s - state.last_used_s < idle_s:
+            idle_for_s = now_s - state.last_used_s
+            if total <= max_bytes and idle_for_s < idle_s:
                 break
+            if state.draft and idle_for_s < DRAFT_GRACE_S:
+                continue
             total -= state.cache.nbytes
             del self._states[key]
 

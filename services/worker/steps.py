@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,15 +34,38 @@ def next_group_step(piece: Slice, hidden: npt.NDArray[np.float32]) -> Step:
         position=piece.position,
         sample=step.sample and piece.completes,
         tensors={HIDDEN: hidden},
+        draft=piece.draft,
+        accepted=piece.accepted,
     )
 
 
-def decode_step(step: Step, *, token_id: int, position: int) -> Step:
-    """The decode step that feeds the token at `position` back to group 0."""
+def following_step(step: Step, *, token_ids: Sequence[int], num_computed: int) -> Step:
+    """The decode step after a step that gave `token_ids`, from its end position on, for group 0.
+
+    The rows of the first `num_computed` tokens, drafted and accepted, are in the caches; the others
+    are to be computed.
+    """
     return replace(
         step,
         group=0,
-        position=position,
+        position=step.end_position + num_computed,
         sample=True,
-        tensors={TOKEN_IDS: np.array([token_id], dtype=np.int32)},
+        tensors={TOKEN_IDS: np.array(token_ids[num_computed:], dtype=np.int32)},
+        draft=(),
+        accepted=tuple(token_ids[:num_computed]),
     )
+
+
+def known_alone(step: Step) -> Step:
+    """A step of group 0 that computes again what an earlier draft did: no cache is counted on."""
+    if not step.accepted:
+        return step
+    token_ids = np.array([*step.accepted, *step.tensors[TOKEN_IDS]], dtype=np.int32)
+    position = step.position - len(step.accepted)
+    return replace(step, position=position, tensors={TOKEN_IDS: token_ids}, accepted=())
+
+
+def with_draft(step: Step, draft: Sequence[int]) -> Step:
+    """A step of group 0 of one token, with guessed ones after it."""
+    token_ids = np.array([*step.tensors[TOKEN_IDS], *draft], dtype=np.int32)
+    return replace(step, tensors={TOKEN_IDS: token_ids}, draft=tuple(draft))

@@ -1,6 +1,6 @@
 """Draws and commits the tokens of the last layer group. Knows no queue.
 
-B sequences, D hidden_size, V vocab_size.
+R rows to sample, D hidden_size, V vocab_size.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.batch import Slice
+from services.worker.draft_policy import common_prefix
 from services.worker.stages import COMPUTE, REDIS, Stages
-from services.worker.steps import decode_step
+from services.worker.steps import following_step
 from services.worker.verdict import finish_reason
 from shared.errors import StoreDamaged
-from shared.messages import Step
+from shared.messages import FinishReason, Step
 from shared.model.layer_group import LayerGroup
 from shared.model.sampling import sample
 from shared.store.ledger import Ledger
@@ -24,7 +26,7 @@ from shared.store.ledger_types import AlreadyCommitted, Committed
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """The token is on record and the request continues with this decode step."""
+    """The tokens are on record and the request continues with this decode step."""
 
     step: Step
 
@@ -36,7 +38,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class OutOfOrder:
-    """The tokens before this one were lost, so neither may this one be."""
+    """The tokens before these were lost, so neither may these be."""
 
     reason: str
 
@@ -45,39 +47,37 @@ Outcome = GoOn | Ended | OutOfOrder
 
 
 def sample_and_commit(
-    steps: Sequence[Step],
-    last_rows: npt.NDArray[np.float32],
+    pieces: Sequence[Slice],
+    rows: npt.NDArray[np.float32],
     layer_group: LayerGroup,
     ledger: Ledger,
     stages: Stages,
 ) -> list[Outcome]:
-    """Sample one token for each step from its last hidden row (B, D), and commit it.
+    """Sample the tokens of slices that end their steps, and commit those of each.
 
-    Raises `StoreUnavailable`; a repeat after that is harmless, since the first commit of a
-    position wins.
+    `rows` (R, D) are, of each slice, the last row of known tokens and all of its draft. Raises
+    `StoreUnavailable`; a repeat after that is harmless, since the first commit of a position wins.
     """
-    if not steps:
+    if not pieces:
         return []
-    logits = layer_group.logits(last_rows)  # (B, V)
-    return [_commit(step, row, ledger, stages) for step, row in zip(steps, logits, strict=True)]
+    logits = layer_group.logits(rows)  # (R, V)
+    outcomes: list[Outcome] = []
+    start = 0
+    for piece in pieces:
+        end = start + 1 + len(piece.draft)
+        outcomes.append(_commit(piece, logits[start:end], ledger, stages))
+        start = end
+    return outcomes
 
 
-def _commit(step: Step, logits: npt.NDArray[np.float32], ledger: Ledger, stages: Stages) -> Outcome:
-    position = step.position + step.num_positions
-    params = step.sampling
-    assert params.seed is not None, "a step always carries its seed"
-    token_id = sample(
-        logits,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        seed=params.seed,
-        position=position,
-    )
-    reason = finish_reason(step, token_id=token_id, position=position)
+def _commit(
+    piece: Slice, logits: npt.NDArray[np.float32], ledger: Ledger, stages: Stages
+) -> Outcome:
+    step = piece.pending.step
+    token_ids, reason = _draw(step, piece.draft, logits)
     stages.lap(COMPUTE)
     try:
-        result = ledger.commit(step.request_id, step.epoch, position, token_id, reason)
+        result = ledger.commit(step.request_id, step.epoch, step.end_position, token_ids, reason)
     except StoreDamaged as error:  # of this request alone: its neighbours go on
         return OutOfOrder(str(error))
     finally:
@@ -85,13 +85,42 @@ def _commit(step: Step, logits: npt.NDArray[np.float32], ledger: Ledger, stages:
     match result:
         case Committed():
             pass
-        case AlreadyCommitted(token_id=winner, finish=won):
+        case AlreadyCommitted(token_ids=winners, finish=won):
             # The commit happened, the publish perhaps not: send the same output again.
-            token_id, reason = winner, won
+            token_ids, reason = winners, won
         case _:
             # Of a request that ended or moved on, or one whose store lost its last second: from
             # what is left the scheduler drives it on.
             return Ended()
     if reason is not None:
         return Ended()
-    return GoOn(decode_step(step, token_id=token_id, position=position))
+    # Of a repeat with another draft, or without one, the rows may be fewer than the tokens.
+    num_computed = min(common_prefix(piece.draft, token_ids), len(token_ids) - 1)
+    return GoOn(following_step(step, token_ids=token_ids, num_computed=num_computed))
+
+
+def _draw(
+    step: Step, draft: Sequence[int], logits: npt.NDArray[np.float32]
+) -> tuple[Sequence[int], FinishReason | None]:
+    """The tokens that follow, from logits (1 + len(draft), V), and why the request ends with them.
+
+    A row counts as long as the tokens before it are those that it was computed from.
+    """
+    params = step.sampling
+    assert params.seed is not None, "a step always carries its seed"
+    token_ids: list[int] = []
+    for row, guessed in zip(logits, (*draft, None), strict=True):
+        position = step.end_position + len(token_ids)
+        token_id = sample(
+            row,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=params.seed,
+            position=position,
+        )
+        token_ids.append(token_id)
+        reason = finish_reason(step, token_id=token_id, position=position)
+        if reason is not None or token_id != guessed:
+            break
+    return token_ids, reason

@@ -43,6 +43,8 @@ def _tensor_problem(step: Step, config: ModelConfig) -> str:
             return f"token_ids must be int32 (T,), got {tensor.dtype} {tensor.shape}"
         if tensor.min() < 0 or tensor.max() >= config.vocab_size:
             return f"token_ids must be in 0..{config.vocab_size - 1}"
+        if step.draft and tuple(tensor[1:].tolist()) != step.draft:
+            return "the draft is not what token_ids ends with"
         return ""
     if tensor.ndim != 2 or tensor.shape[1] != config.hidden_size or tensor.dtype != np.float32:
         return (

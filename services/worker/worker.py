@@ -286,6 +286,7 @@ class Worker:
                 reached(self._faults, Point.COMPUTE, slices)
                 hidden = forward_batch(self._layer_groups[group], slices, self._cache)  # (R, D)
             self.stages.lap(COMPUTE)
+            self._note_drafts(slices)
             self._output.pass_on(slices, hidden)
         except KernelError as error:  # nothing was published yet: sampling comes before
             return self._isolate(slices, error)
@@ -308,6 +309,8 @@ class Worker:
         """A batch failed: run its members alone, so that only the culprit's request ends."""
         if len(slices) > 1:
             return sum(self._run([piece]) for piece in slices)
+        if slices[0].draft:  # a guess that cannot be computed is only a bad guess
+            return self._run([slices[0].without_draft()])
         item = slices[0].pending
         self.quarantine.failed(item.step.request_id)
         self._endings.fail(
@@ -315,13 +318,18 @@ class Worker:
         )
         return 1
 
+    def _note_drafts(self, slices: Sequence[Slice]) -> None:
+        for piece in slices:
+            if state := self._pool.peek(piece.group, piece.request_id):
+                state.draft = piece.draft
+
     def _settle(self, group: int, piece: Slice) -> int:
         piece.pending.done = piece.start + piece.num_rows
         if not piece.completes:
             return 0
         step = piece.pending.step
         if state := self._pool.peek(group, step.request_id):
-            state.note_forwarded(epoch=step.epoch, end_position=step.position + step.num_positions)
+            state.note_forwarded(epoch=step.epoch, end_position=step.end_position)
         self._suspects.done(piece.pending)
         self._inbox.ack(piece.pending)  # a crash above means redelivery, not loss
         self.num_steps_done += 1
@@ -336,8 +344,9 @@ class Worker:
 
     def _is_repeat(self, step: Step) -> bool:
         state = self._pool.peek(step.group, step.request_id)
-        end_position = step.position + step.num_positions
-        return state is not None and state.is_repeat(epoch=step.epoch, end_position=end_position)
+        return state is not None and state.is_repeat(
+            epoch=step.epoch, end_position=step.end_position
+        )
 
     def _is_redriven(self, step: Step) -> bool:
         state = self._pool.peek(step.group, step.request_id)

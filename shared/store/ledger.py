@@ -1,7 +1,8 @@
 """The record of every request: what was asked, which tokens are committed, how it ended.
 
 Owns the rule that a position is committed once, by whoever comes first, and that a request ends
-with exactly one final event. Everything may be repeated: a second call finds what the first did.
+with exactly one final event. A step may commit several positions: together, or not at all.
+Everything may be repeated: a second call finds what the first did.
 A record that cannot be read is `StoreDamaged`: its request can only be buried.
 Knows no queue and no model.
 """
@@ -9,7 +10,7 @@ Knows no queue and no model.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from shared.errors import RequestError, StoreDamaged
 from shared.messages import FinishReason
@@ -120,12 +121,13 @@ class Ledger:
         request_id: str,
         epoch: int,
         position: int,
-        token_id: int,
+        token_ids: Sequence[int],
         finish: FinishReason | None = None,
     ) -> CommitResult:
-        """Commit the token of a position, and the end of the request with it when `finish` says so.
+        """Commit the tokens of the positions from `position` on, all or none of them.
 
-        The token's event and the final event are stored by the same script. Raises `StoreDamaged`.
+        The request ends with the last when `finish` says so. The event of each and the final event
+        are stored by the same script. Raises `StoreDamaged`.
         """
         reply = self._meta.run(
             Call(
@@ -134,18 +136,18 @@ class Ledger:
                 (
                     epoch,
                     position,
-                    token_id,
                     finish or "",
                     self._running_ttl_ms,
                     self._finished_ttl_ms,
+                    *token_ids,
                 ),
             )
         )
         match reply:
             case [b"committed"]:
                 return Committed()
-            case [b"already", won, reason]:
-                return AlreadyCommitted(int(won), read_reason(reason))
+            case [b"already", reason, *won]:
+                return AlreadyCommitted(tuple(map(int, won)), read_reason(reason))
             case [b"damaged"]:
                 raise StoreDamaged(f"the events of request {request_id} were lost")
             case [b"stale"]:

@@ -1,7 +1,10 @@
--- Commit the token of one position; the first writer wins.
+-- Commit the tokens of consecutive positions, all or none; the first writer wins.
 -- KEYS: ledger, events.
--- ARGV: epoch, position, token id, finish reason or '', ms to live while running, and after the end.
-local row = redis.call('HMGET', KEYS[1], 'epoch', 'committed', 'finish_reason', 'num_prompt', 'num_cached')
+-- ARGV: epoch, first position, finish reason or '', ms to live while running, and after the end,
+-- then the token ids.
+-- `first` of a record is where its last commit began: what comes again begins there.
+local row = redis.call('HMGET', KEYS[1], 'epoch', 'committed', 'finish_reason', 'num_prompt', 'first',
+  'num_cached')
 if not row[1] then
   return {'unknown'}
 end
@@ -9,13 +12,16 @@ if row[1] ~= ARGV[1] then
   return {'fenced', row[1]}
 end
 local committed, num_prompt, position = tonumber(row[2]), tonumber(row[4]), tonumber(ARGV[2])
-local event_id = ARGV[2] .. '-0'
-if position == committed and position >= num_prompt then
-  local won = redis.call('XRANGE', KEYS[2], event_id, event_id)
-  if #won == 0 then
+if position <= committed and position >= num_prompt and position == tonumber(row[5] or row[2]) then
+  local won = redis.call('XRANGE', KEYS[2], ARGV[2] .. '-0', row[2] .. '-0')
+  if #won ~= committed - position + 1 then
     return {'damaged'}
   end
-  return {'already', won[1][2][2], row[3]}
+  local reply = {'already', row[3]}
+  for i = 1, #won do
+    reply[i + 2] = won[i][2][2]
+  end
+  return reply
 end
 if position <= committed then
   return {'stale'}
@@ -27,24 +33,29 @@ if position ~= committed + 1 then
   return {'gap', row[2]}
 end
 
-if position == num_prompt then
-  redis.call('XADD', KEYS[2], event_id, 't', ARGV[3])
-elseif not redis.call('XADD', KEYS[2], 'NOMKSTREAM', event_id, 't', ARGV[3]) then
-  return {'damaged'}  -- the tokens before this one were lost
+local last, renews = position + #ARGV - 6, position == num_prompt
+for i = 6, #ARGV do
+  local now = position + i - 6
+  if now == num_prompt then
+    redis.call('XADD', KEYS[2], now .. '-0', 't', ARGV[i])
+  elseif not redis.call('XADD', KEYS[2], 'NOMKSTREAM', now .. '-0', 't', ARGV[i]) then
+    return {'damaged'}  -- the tokens before this one were lost; the stream is still missing
+  end
+  renews = renews or now % 256 == 0
 end
-if ARGV[4] ~= '' then
-  redis.call('XADD', KEYS[2], ARGV[2] .. '-1', 'reason', ARGV[4], 'error', '',
-    'num_prompt', row[4], 'num_generated', position + 1 - num_prompt,
-    'num_cached', row[5] or '0')
-  redis.call('HSET', KEYS[1], 'committed', ARGV[2], 'finish_reason', ARGV[4])
-  redis.call('PEXPIRE', KEYS[1], ARGV[6])
-  redis.call('PEXPIRE', KEYS[2], ARGV[6])
+if ARGV[3] ~= '' then
+  redis.call('XADD', KEYS[2], last .. '-1', 'reason', ARGV[3], 'error', '',
+    'num_prompt', row[4], 'num_generated', last + 1 - num_prompt,
+    'num_cached', row[6] or '0')
+  redis.call('HSET', KEYS[1], 'committed', last, 'first', ARGV[2], 'finish_reason', ARGV[3])
+  redis.call('PEXPIRE', KEYS[1], ARGV[5])
+  redis.call('PEXPIRE', KEYS[2], ARGV[5])
 else
-  redis.call('HSET', KEYS[1], 'committed', ARGV[2])
+  redis.call('HSET', KEYS[1], 'committed', last, 'first', ARGV[2])
   -- Not at every token: two commands more would double the work of a commit.
-  if position == num_prompt or position % 256 == 0 then
-    redis.call('PEXPIRE', KEYS[1], ARGV[5])
-    redis.call('PEXPIRE', KEYS[2], ARGV[5])
+  if renews then
+    redis.call('PEXPIRE', KEYS[1], ARGV[4])
+    redis.call('PEXPIRE', KEYS[2], ARGV[4])
   end
 end
 return {'committed'}

@@ -54,20 +54,20 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The token is in the ledger, by this call."""
+    """The tokens are in the ledger, by this call."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlreadyCommitted:
-    """This position was committed before; `token_id` is the token that won."""
+    """The last commit began at this position; `token_ids` are the tokens that won."""
 
-    token_id: int
+    token_ids: tuple[int, ...]
     finish: FinishReason | None
 
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """Later positions are committed."""
+    """Later steps have committed."""
 
 
 @dataclass(frozen=True, slots=True)

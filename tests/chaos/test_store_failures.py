@@ -53,9 +53,9 @@ def test_redis_stall_in_commit_keeps_counters_exact(
                 redis_path.stall(replies_only=True)
                 threading.Timer(0.4, redis_path.heal).start()
 
-            result = ledger.commit("r", 0, position, token_id=100 + position)
+            result = ledger.commit("r", 0, position, [100 + position])
 
-            expected = AlreadyCommitted(100 + position, None) if stalled else Committed()
+            expected = AlreadyCommitted((100 + position,), None) if stalled else Committed()
             assert result == expected
         events = direct.events("r")
         state = direct.states(["r"])["r"]
@@ -124,12 +124,12 @@ def test_redis_refusing_writes_fails_fast_with_a_named_error_and_resumes(
         began = time.monotonic()
 
         with pytest.raises(StoreUnavailable, match="cannot save to its disk"):
-            ledger.commit("r", 0, 3, 5)
+            ledger.commit("r", 0, 3, [5])
 
         assert time.monotonic() - began < 1.0
         assert ledger.states(["r"])["r"].committed_position == 2  # reads go on
         stores.meta.run(("CONFIG", "SET", "save", ""))
-        assert ledger.commit("r", 0, 3, 5) == Committed()
+        assert ledger.commit("r", 0, 3, [5]) == Committed()
 
 
 def _last_save_failed(server: RedisServer) -> bool:

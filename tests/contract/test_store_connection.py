@@ -184,7 +184,7 @@ def test_a_full_server_refuses_by_name_and_still_takes_heartbeats(
         with pytest.raises(StoreFull, match="memory is full"):
             presence.scheduler_heartbeat(SchedulerInfo("new"))
         with pytest.raises(StoreUnavailable, match="memory is full"):
-            ledger.commit("r", 0, 1, 5)
+            ledger.commit("r", 0, 1, [5])
         with pytest.raises(StoreUnavailable, match="memory is full"):
             KvPages(stores.kv, "l", [8]).write("r", 0, 0, bytes(8))
 
@@ -192,7 +192,7 @@ def test_a_full_server_refuses_by_name_and_still_takes_heartbeats(
 
         # Refused as a whole: nothing of the refused commit is left.
         assert ledger.events("r") == []
-        assert ledger.commit("r", 0, 1, 6) == Committed()
+        assert ledger.commit("r", 0, 1, [6]) == Committed()
 
 
 @pytest.mark.servers
@@ -217,7 +217,7 @@ def test_a_restarted_server_is_found_again(private_redis: RedisServer) -> None:
         # The connection and the script cache are gone with the old process.
         assert ledger.get("r") is None
         assert ledger.admit(record)
-        assert ledger.commit("r", 0, 1, 6) == Committed()
+        assert ledger.commit("r", 0, 1, [6]) == Committed()
 
 
 @pytest.mark.servers

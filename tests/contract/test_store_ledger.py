@@ -57,7 +57,7 @@ def test_a_record_is_read_as_it_was_written(ledger: Ledger) -> None:
 
 
 def test_a_request_that_is_known_is_adopted_not_overwritten(ledger: Ledger) -> None:
-    ledger.commit("req-1", 4, 3, 11)
+    ledger.commit("req-1", 4, 3, [11])
 
     admitted = ledger.admit(dataclasses.replace(RECORD, prompt_token_ids=(9,)))
 
@@ -72,7 +72,7 @@ def test_an_unknown_request_has_no_record_and_no_state(ledger: Ledger) -> None:
     assert ledger.states(["nobody"]) == {}
     assert ledger.tokens("nobody") == []
     assert ledger.events("nobody") == []
-    assert ledger.commit("nobody", 0, 1, 2) == Unknown()
+    assert ledger.commit("nobody", 0, 1, [2]) == Unknown()
     assert ledger.finish("nobody", FinishReason.ABORT) is False
     assert ledger.advance_epoch("nobody", 0, 1) is None
 
@@ -85,32 +85,102 @@ def test_a_garbled_record_is_a_decode_error(ledger: Ledger, stores: Stores) -> N
 
 
 def test_the_first_writer_of_a_position_wins(ledger: Ledger) -> None:
-    first = ledger.commit("req-1", 4, 3, 11)
-    second = ledger.commit("req-1", 4, 3, 99)
+    first = ledger.commit("req-1", 4, 3, [11])
+    second = ledger.commit("req-1", 4, 3, [99])
 
-    assert (first, second) == (Committed(), AlreadyCommitted(11, None))
+    assert (first, second) == (Committed(), AlreadyCommitted((11,), None))
     assert ledger.tokens("req-1") == [11]
+
+
+def test_tokens_of_one_step_are_committed_together(ledger: Ledger) -> None:
+    assert ledger.commit("req-1", 4, 3, [11, 12, 13]) == Committed()
+
+    record = ledger.get("req-1")
+    assert record is not None
+    assert (record.committed_position, record.num_generated) == (5, 3)
+    assert [
+        (e.event_id, e.position, e.token_id)
+        for e in ledger.events("req-1")
+        if isinstance(e, TokenEvent)
+    ] == [("3-0", 3, 11), ("4-0", 4, 12), ("5-0", 5, 13)]
+
+
+def test_a_repeat_of_a_step_of_many_tokens_gets_all_that_won(ledger: Ledger) -> None:
+    ledger.commit("req-1", 4, 3, [10])
+    ledger.commit("req-1", 4, 4, [11, 12, 13])
+
+    assert ledger.commit("req-1", 4, 4, [11]) == AlreadyCommitted((11, 12, 13), None)
+    assert ledger.commit("req-1", 4, 4, [11, 12, 13, 14]) == AlreadyCommitted((11, 12, 13), None)
+    assert ledger.commit("req-1", 4, 3, [10]) == Stale()
+    assert ledger.commit("req-1", 4, 5, [12]) == Stale()  # no step begins there
+    assert ledger.commit("req-1", 4, 6, [13]) == Stale()
+    assert ledger.commit("req-1", 4, 8, [15]) == Gap(6)
+    assert ledger.commit("req-1", 4, 7, [14]) == Committed()
+    assert ledger.commit("req-1", 4, 4, [11, 12, 13]) == Stale()
+    assert ledger.tokens("req-1") == [10, 11, 12, 13, 14]
+
+
+def test_the_last_of_many_tokens_ends_the_request(ledger: Ledger) -> None:
+    ledger.commit("req-1", 4, 3, [11, 12, 2], FinishReason.STOP)
+
+    final = ledger.events("req-1")[-1]
+    assert isinstance(final, FinalEvent)
+    assert (final.event_id, final.num_generated) == ("5-1", 3)
+    assert ledger.commit("req-1", 4, 3, [11, 12, 2], FinishReason.STOP) == AlreadyCommitted(
+        (11, 12, 2), FinishReason.STOP
+    )
+    assert ledger.commit("req-1", 4, 6, [1]) == Finished(FinishReason.STOP)
+
+
+def test_many_tokens_of_an_older_epoch_are_fenced_whole(ledger: Ledger) -> None:
+    ledger.advance_epoch("req-1", 4, 5)
+
+    assert ledger.commit("req-1", 4, 3, [1, 2, 3]) == Fenced(5)
+    assert ledger.tokens("req-1") == []
+
+
+def test_lost_events_refuse_many_tokens_whole(ledger: Ledger, stores: Stores) -> None:
+    ledger.commit("req-1", 4, 3, [11])
+    stores.meta.run(("DEL", keys.events("req-1")))
+
+    with pytest.raises(StoreDamaged):
+        ledger.commit("req-1", 4, 4, [12, 13])
+
+    assert ledger.tokens("req-1") == []
+    record = ledger.get("req-1")
+    assert record is not None
+    assert record.committed_position == 3
+
+
+def test_a_record_of_before_steps_of_many_tokens_is_judged_as_then(
+    ledger: Ledger, stores: Stores
+) -> None:
+    ledger.commit("req-1", 4, 3, [11])
+    stores.meta.run(("HDEL", keys.ledger("req-1"), "first"))
+
+    assert ledger.commit("req-1", 4, 3, [99]) == AlreadyCommitted((11,), None)
+    assert ledger.commit("req-1", 4, 4, [12]) == Committed()
 
 
 def test_a_commit_is_judged_by_what_is_committed(ledger: Ledger) -> None:
     for position in (3, 4, 5):
-        ledger.commit("req-1", 4, position, position)
+        ledger.commit("req-1", 4, position, [position])
 
-    assert ledger.commit("req-1", 4, 4, 9) == Stale()
-    assert ledger.commit("req-1", 4, 2, 9) == Stale()
-    assert ledger.commit("req-1", 4, 7, 9) == Gap(5)
-    assert ledger.commit("req-1", 3, 6, 9) == Fenced(4)
-    assert ledger.commit("req-1", 5, 6, 9) == Fenced(4)
+    assert ledger.commit("req-1", 4, 4, [9]) == Stale()
+    assert ledger.commit("req-1", 4, 2, [9]) == Stale()
+    assert ledger.commit("req-1", 4, 7, [9]) == Gap(5)
+    assert ledger.commit("req-1", 3, 6, [9]) == Fenced(4)
+    assert ledger.commit("req-1", 5, 6, [9]) == Fenced(4)
     assert ledger.tokens("req-1") == [3, 4, 5]
 
 
 def test_the_last_prompt_position_is_stale_not_committed(ledger: Ledger) -> None:
-    assert ledger.commit("req-1", 4, 2, 9) == Stale()
+    assert ledger.commit("req-1", 4, 2, [9]) == Stale()
 
 
 def test_racing_commits_store_each_position_once(ledger: Ledger) -> None:
     def race(writer: int) -> int:
-        results = [ledger.commit("req-1", 4, p, 1000 * writer + p) for p in range(3, 23)]
+        results = [ledger.commit("req-1", 4, p, [1000 * writer + p]) for p in range(3, 23)]
         return sum(result == Committed() for result in results)
 
     with ThreadPoolExecutor(8) as pool:
@@ -125,8 +195,8 @@ def test_results_of_an_older_epoch_are_fenced(ledger: Ledger) -> None:
     epoch = ledger.advance_epoch("req-1", 4, 5)
 
     assert epoch == 5
-    assert ledger.commit("req-1", 4, 3, 1) == Fenced(5)
-    assert ledger.commit("req-1", 5, 3, 1) == Committed()
+    assert ledger.commit("req-1", 4, 3, [1]) == Fenced(5)
+    assert ledger.commit("req-1", 5, 3, [1]) == Committed()
 
 
 def test_advancing_the_epoch_again_changes_nothing(ledger: Ledger) -> None:
@@ -143,19 +213,19 @@ def test_a_finished_request_keeps_its_epoch(ledger: Ledger) -> None:
 
 
 def test_the_last_token_and_the_end_come_together(ledger: Ledger) -> None:
-    ledger.commit("req-1", 4, 3, 11)
+    ledger.commit("req-1", 4, 3, [11])
 
-    ledger.commit("req-1", 4, 4, 2, FinishReason.STOP)
+    ledger.commit("req-1", 4, 4, [2], FinishReason.STOP)
 
     assert ledger.events("req-1") == [
         TokenEvent("3-0", 3, 11),
         TokenEvent("4-0", 4, 2),
         FinalEvent("4-1", FinishReason.STOP, "", 3, 2),
     ]
-    assert ledger.commit("req-1", 4, 4, 2, FinishReason.STOP) == AlreadyCommitted(
-        2, FinishReason.STOP
+    assert ledger.commit("req-1", 4, 4, [2], FinishReason.STOP) == AlreadyCommitted(
+        (2,), FinishReason.STOP
     )
-    assert ledger.commit("req-1", 4, 5, 1) == Finished(FinishReason.STOP)
+    assert ledger.commit("req-1", 4, 5, [1]) == Finished(FinishReason.STOP)
     assert ledger.finish("req-1", FinishReason.ERROR, "late") is False
 
 
@@ -182,7 +252,7 @@ def test_whatever_races_there_is_one_final_event(ledger: Ledger) -> None:
     def end(number: int) -> bool:
         if number % 2:
             return ledger.finish("req-1", FinishReason.ABORT, str(number))
-        return ledger.commit("req-1", 4, 3, 7, FinishReason.STOP) == Committed()
+        return ledger.commit("req-1", 4, 3, [7], FinishReason.STOP) == Committed()
 
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(end, range(24)))
@@ -194,7 +264,7 @@ def test_whatever_races_there_is_one_final_event(ledger: Ledger) -> None:
 
 def test_events_resume_after_the_last_one_seen(ledger: Ledger) -> None:
     for position in range(3, 10):
-        ledger.commit("req-1", 4, position, position)
+        ledger.commit("req-1", 4, position, [position])
 
     first = ledger.events("req-1", count=2)
     rest = ledger.events("req-1", after=first[-1].event_id)
@@ -206,7 +276,7 @@ def test_events_resume_after_the_last_one_seen(ledger: Ledger) -> None:
 def test_a_reader_is_woken_by_the_next_event(ledger: Ledger) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ledger.events, "req-1", block_ms=2_000)
-        ledger.commit("req-1", 4, 3, 11)
+        ledger.commit("req-1", 4, 3, [11])
 
         events = waiting.result(5)
 
@@ -233,7 +303,7 @@ def test_every_key_of_a_request_ends_some_day(ledger: Ledger, stores: Stores) ->
         names = (keys.ledger("req-1"), keys.events("req-1"))
         return [stores.meta.run(("PTTL", name)) for name in names]
 
-    ledger.commit("req-1", 4, 3, 11)
+    ledger.commit("req-1", 4, 3, [11])
     running = ttls()
     ledger.finish("req-1", FinishReason.LENGTH)
     finished = ttls()
@@ -253,7 +323,7 @@ def test_a_buried_request_ends_after_the_last_token_that_a_reader_saw(
     ledger: Ledger, stores: Stores
 ) -> None:
     for position in (3, 4, 5):
-        ledger.commit("req-1", 4, position, position)
+        ledger.commit("req-1", 4, position, [position])
     stores.meta.run(("DEL", keys.ledger("req-1")))
 
     ledger.bury(dataclasses.replace(RECORD, prompt_token_ids=(), error="lost"))
@@ -267,7 +337,7 @@ def test_a_buried_request_ends_after_the_last_token_that_a_reader_saw(
 def test_a_request_with_events_and_no_record_is_not_admitted_again(
     ledger: Ledger, stores: Stores
 ) -> None:
-    ledger.commit("req-1", 4, 3, 11)
+    ledger.commit("req-1", 4, 3, [11])
     stores.meta.run(("DEL", keys.ledger("req-1")))
 
     with pytest.raises(StoreDamaged, match="record of request req-1"):
@@ -289,14 +359,14 @@ DAMAGES = [
 def test_a_damaged_request_is_ended_or_buried_and_never_retried(
     ledger: Ledger, stores: Stores, command: tuple[str, ...]
 ) -> None:
-    ledger.commit("req-1", 4, 3, 11)
+    ledger.commit("req-1", 4, 3, [11])
     key = {"ledger": keys.ledger, "events": keys.events}[command[0]]("req-1")
     stores.meta.run((command[1], key, *command[2:]))
 
     with contextlib.suppress(StoreDamaged):
-        ledger.commit("req-1", 4, 3, 11)
+        ledger.commit("req-1", 4, 3, [11])
     with contextlib.suppress(StoreDamaged):
-        ledger.commit("req-1", 4, 4, 12, FinishReason.LENGTH)
+        ledger.commit("req-1", 4, 4, [12], FinishReason.LENGTH)
     ledger.finish("req-1", FinishReason.ERROR, "damaged")
     state = ledger.states(["req-1", "nobody"])["req-1"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.cluster import ThreadCluster
 pytestmark = pytest.mark.real_model
 
 PROMPT = "The three primary colours are"
+REPETITIVE = "one two three four five six seven eight nine ten, " * 3
 GREEDY = SamplingParams(seed=0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=7, max_tokens=24,
                          ignore_eos=True)  # fmt: skip
@@ -85,6 +87,46 @@ def test_cluster_equals_the_reference(
         workers_per_group=workers_per_group,
     ) as cluster:
         answers = [cluster.ask(prompt, params)[0] for params in (GREEDY, SAMPLED)]
+
+    assert answers == expected
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_a_text_that_repeats_itself_takes_fewer_steps_and_has_the_same_tokens(
+    packed: PackedModel, num_groups: int, temperature: float
+) -> None:
+    tokenizer, _ = read_text_document(bytes(packed.read_shard("tokenizer")))
+    prompt = tokenizer.encode(REPETITIVE, parse_special=False)
+    params = replace(GREEDY, temperature=temperature, max_tokens=48)
+    expected = ReferenceModel(packed.manifest, packed.read_shard).generate(prompt, params)
+    with Engine(
+        packed.manifest, packed.read_shard, pick_backend(), num_groups=num_groups
+    ) as engine:
+        plain = _ask_engine(engine, prompt, replace(params, speculation=False))
+        num_plain_steps = engine.workers[-1].num_steps_done
+        speculated = _ask_engine(engine, prompt, params)
+        num_steps = engine.workers[-1].num_steps_done - num_plain_steps
+
+    assert plain == speculated == expected
+    assert num_plain_steps >= 48
+    assert num_steps < 36
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("workers_per_group", [1, 2])
+def test_a_cluster_that_speculates_has_the_same_tokens(
+    amqp_url: str, fresh_redis_url: str, packed: PackedModel, workers_per_group: int
+) -> None:
+    tokenizer, _ = read_text_document(bytes(packed.read_shard("tokenizer")))
+    prompt = tokenizer.encode(REPETITIVE, parse_special=False)
+    asked = [replace(params, max_tokens=48) for params in (GREEDY, replace(SAMPLED, seed=3))]
+    reference = ReferenceModel(packed.manifest, packed.read_shard)
+    expected = reference.generate_all([(prompt, params) for params in asked])
+    with ThreadCluster(
+        amqp_url, fresh_redis_url, packed, num_groups=3, workers_per_group=workers_per_group
+    ) as cluster:
+        answers = [cluster.ask(prompt, params)[0] for params in asked]
 
     assert answers == expected
 

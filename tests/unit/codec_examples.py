@@ -46,6 +46,16 @@ TOKENS_STEP = Step(
     sampling=SamplingParams(seed=7),
 )
 ROUTED_STEP = replace(STEP, request_id="req-3", route=("ps3-17.lan-4021-beef", "", "pi-1-77-0c"))
+DRAFTED_STEP = replace(
+    TOKENS_STEP,
+    request_id="req-4",
+    position=40,
+    sample=True,
+    tensors={"token_ids": np.array([5, 9, 8], np.int32)},
+    sampling=SamplingParams(seed=7, speculation=True),
+    draft=(9, 8),
+    accepted=(3, 4),
+)
 REQUEST = Request(
     "req-1",
     messages=(ChatMessage("system", "Be brief."), ChatMessage("user", "Größe?")),
@@ -58,9 +68,13 @@ EXAMPLES: dict[str, Message] = {
     "step.v1": STEP,
     "step.v1.tokens": TOKENS_STEP,
     "step.v1.route": ROUTED_STEP,
+    "step.v2": DRAFTED_STEP,
     "request.v1": REQUEST,
     "request.v1.prompt": Request("req-2", prompt="Hello"),
     "request.v1.token_ids": Request("req-3", token_ids=(1, 2, 3)),
+    "request.v1.speculation": Request(
+        "req-5", prompt="Hello", sampling=SamplingParams(speculation=False)
+    ),
     "reply.v1": REPLY,
     "reply.v1.cached": replace(REPLY, num_cached_tokens=16, num_prompt_tokens=20),
     "reply.v1.error": Reply("req-4", FinishReason.ERROR, "", (), 3, "deadline passed"),

@@ -68,6 +68,22 @@ def test_a_request_may_be_json_and_leave_out_what_has_a_default() -> None:
     assert got == Request("r", prompt="Hi", sampling=SamplingParams(temperature=1.0))
 
 
+def test_a_draft_makes_another_kind_which_an_older_worker_refuses() -> None:
+    assert b"step.v2" in encode(EXAMPLES["step.v2"])
+    assert b"step.v1" in encode(STEP)
+    assert b"draft" not in encode(STEP)
+
+
+def test_speculation_is_on_unless_a_request_says_no() -> None:
+    for value, body in [(True, {}), (True, {"speculation": True}), (False, {"speculation": False})]:
+        got = decode(
+            json.dumps({"request_id": "r", "prompt": "x", "sampling": body}).encode(), JSON
+        )
+
+        assert isinstance(got, Request)
+        assert got.sampling.speculation is value
+
+
 def test_an_unknown_field_is_ignored() -> None:
     assert_same(decode(frame(STEP, added_in_v2={"x": [1]})), STEP)
 

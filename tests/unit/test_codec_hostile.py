@@ -12,7 +12,7 @@ import pytest
 from shared.codec import JSON, MAX_FRAME_BYTES, decode, encode
 from shared.errors import DecodeError, RequestError
 from tests.fuzz.mutations import mutate_bytes, mutate_structure
-from tests.unit.codec_examples import EXAMPLES, REQUEST, STEP, frame
+from tests.unit.codec_examples import DRAFTED_STEP, EXAMPLES, REQUEST, STEP, frame
 
 
 def tensor(**changes: Any) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kind": "step.v2"}, "kind must be one of"),
+        ({"kind": "step.v3"}, "kind must be one of"),
         ({"kind": ["step.v1"]}, "kind must be one of"),
         ({"group": True}, "group must be an integer, got bool"),
         ({"group": 1.0}, "group must be an integer, got float"),
@@ -57,6 +57,33 @@ def tensor(**changes: Any) -> dict[str, Any]:
 def test_a_wrong_step_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(DecodeError, match=words):
         decode(frame(STEP, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"draft": ...}, "draft is missing"),
+        ({"accepted": ...}, "accepted is missing"),
+        ({"draft": [9]}, "one position more, got 3"),
+        ({"draft": [9, 8, 7]}, "one position more, got 3"),
+        ({"draft": [9, True]}, r"draft\[1\] must be an integer"),
+        ({"draft": [9, -1]}, r"draft\[1\] must be in"),
+        ({"draft": "98"}, "draft must be an array"),
+        ({"sample": False}, "must be sampled"),
+        ({"accepted": list(range(65))}, "at most 64"),
+        ({"draft": list(range(65))}, "at most 64"),
+        ({"position": 1}, "accepted holds more than the 1 before it"),
+    ],
+)
+def test_a_wrong_draft_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(DecodeError, match=words):
+        decode(frame(DRAFTED_STEP, **changes))
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", None, [True]])
+def test_a_switch_that_is_no_bool_is_refused(value: Any) -> None:
+    with pytest.raises(DecodeError):
+        decode(frame(REQUEST, sampling={"speculation": value}))
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,13 @@ def test_a_routed_worker_that_is_slow_is_kept_when_all_are() -> None:
     assert choose_worker(1, "b", [slow, changed(B, turn_us=60_000)]) == "b"
 
 
+def test_a_bound_step_stays_with_a_loaded_worker_but_not_with_one_that_is_gone() -> None:
+    loaded = changed(B, num_pending=30)
+
+    assert choose_worker(1, "b", [A, loaded], is_bound=True) == "b"
+    assert choose_worker(1, "b", [A, changed(B, is_serving=False)], is_bound=True) == "a"
+
+
 def test_first_contact_goes_to_the_least_loaded() -> None:
     assert choose_worker(1, "", [changed(A, num_active=3), changed(B, num_active=2)]) == "b"
     assert choose_worker(1, "", [changed(A, num_pending=3), B]) == "b"

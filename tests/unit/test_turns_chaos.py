@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -22,14 +23,14 @@ from tests.rig_model import SAMPLED, prompt_of
 
 NUM_GROUPS = 2
 ASKED = [
-    ("a", prompt_of(40), SAMPLED),
-    ("b", prompt_of(9, salt=1), SamplingParams(seed=3, max_tokens=8, ignore_eos=True)),
+    ("a", prompt_of(10) * 4, SAMPLED),
+    ("b", prompt_of(3, salt=4) * 3, SamplingParams(seed=3, max_tokens=14, ignore_eos=True)),
     ("c", prompt_of(23, salt=2), SAMPLED),
 ]
 # Asked later, when pages of the first may be shared.
 ASKED_LATER = [
-    ("d", prompt_of(40) + prompt_of(5, salt=3), SAMPLED),
-    ("e", prompt_of(40), SamplingParams(seed=3, max_tokens=8, ignore_eos=True)),
+    ("d", prompt_of(10) * 4 + prompt_of(5, salt=3), SAMPLED),
+    ("e", prompt_of(10) * 4, SamplingParams(seed=3, max_tokens=8, ignore_eos=True)),
 ]
 # Every worker sleeps on the rig's one clock, so a back-off ages what others have parked.
 LIMITS = WorkerLimits(max_batch_rows=12, park_limit_s=1_000.0, kv_cache_bytes=40_000)
@@ -135,15 +136,19 @@ NOT_POISON = [
 ]  # fmt: skip
 
 
-@example([("nothing",), ("nothing",), *NOT_POISON])
+@example([("nothing",), ("nothing",), *NOT_POISON], False)
+@example([("nothing",), ("kill", 0), ("kill", 2), ("lose", 0)], True)
 @settings(max_examples=40, deadline=None)
-@given(st.lists(events, max_size=40))
-def test_no_fault_changes_a_token_or_an_end(strikes: Sequence[tuple[Any, ...]]) -> None:
+@given(st.lists(events, max_size=40), st.booleans())
+def test_no_fault_changes_a_token_or_an_end(
+    strikes: Sequence[tuple[Any, ...]], speculation: bool
+) -> None:
     cluster = Cluster()
     rig = cluster.rig
     rig.open_reply_queue("mine")
     for request_id, prompt, sampling in ASKED:
-        rig.submit(Request(request_id, token_ids=prompt, sampling=sampling), reply_to="mine")
+        params = replace(sampling, speculation=speculation)
+        rig.submit(Request(request_id, token_ids=prompt, sampling=params), reply_to="mine")
 
     for strike in strikes[: len(strikes) // 2]:
         cluster.strike(*strike)

@@ -12,7 +12,14 @@ from shared.messages import SamplingParams, Step
 
 
 def make_pending(
-    request_id: str, *, group: int = 1, position: int = 0, rows: int = 1, done: int = 0
+    request_id: str,
+    *,
+    group: int = 1,
+    position: int = 0,
+    rows: int = 1,
+    done: int = 0,
+    draft: tuple[int, ...] = (),
+    is_suspect: bool = False,
 ) -> Pending:
     step = Step(
         request_id=request_id,
@@ -23,11 +30,12 @@ def make_pending(
         position=position,
         sample=True,
         max_position=1000,
-        tensors={"hidden": np.zeros((rows, 32), np.float32)},
+        tensors={"hidden": np.zeros((rows + len(draft), 32), np.float32)},
         sampling=SamplingParams(seed=1),
+        draft=draft,
     )
     delivery = Delivery("q", b"", False, "application/msgpack", "", "", tag=None)
-    return Pending(delivery, step, done=done)
+    return Pending(delivery, step, done=done, is_suspect=is_suspect)
 
 
 def plan(items: list[Pending], *, now_s: float = 0.0, max_rows: int = 8) -> list[Slice]:
@@ -117,3 +125,36 @@ def test_every_batch_keeps_its_bounds(
     assert len({piece.pending.step.group for piece in slices}) <= 1
     assert len({piece.pending.step.request_id for piece in slices}) == len(slices)
     assert all(piece.num_rows >= 1 for piece in slices)
+
+
+def test_a_draft_goes_with_the_decode_steps_and_is_cut_where_the_budget_ends() -> None:
+    prefill = make_pending("long", rows=20)
+    drafted = [
+        make_pending("a", position=5, draft=(1, 2, 3, 4)),
+        make_pending("b", position=9, draft=(5, 6, 7, 8)),
+    ]
+
+    slices = plan([prefill, *drafted])
+
+    assert [(p.request_id, p.num_rows, p.draft, p.completes) for p in slices] == [
+        ("a", 5, (1, 2, 3, 4), True),
+        ("b", 3, (5, 6), True),
+    ]
+    alone = slices[1].without_draft()
+    assert (alone.num_rows, alone.draft, alone.completes) == (1, (), True)
+
+
+def test_a_suspect_is_computed_without_its_draft() -> None:
+    (piece,) = plan([make_pending("a", position=5, draft=(1, 2), is_suspect=True)])
+
+    assert (piece.num_rows, piece.draft, piece.completes) == (1, (), True)
+
+
+def test_a_parked_suspect_does_not_keep_other_suspects_waiting() -> None:
+    parked = make_pending("a", position=5, is_suspect=True)
+    parked.park(now_s=1.0, retry_s=0.005)
+    other = make_pending("b", position=3, is_suspect=True)
+
+    (piece,) = plan([parked, other], now_s=2.0)
+
+    assert piece.request_id == "b"
