@@ -46,12 +46,13 @@ INLINE __m512i first_term(__m512i x)
     return _mm512_sub_epi32(_mm512_slli_epi32(x, 8), _mm512_add_epi32(x, x));
 }
 
+/* Not to be kept: a token reads all weights once, and the caller's data is to stay in the caches. */
 INLINE void prefetch(const uint8_t *p, const int lines)
 {
     int i;
 #pragma GCC unroll 8
     for (i = 0; i < lines; i++)
-        _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
+        _mm_prefetch((const char *)p + 64 * i, _MM_HINT_NTA);
 }
 
 /* The two sums of a row: of products, and of mins. */

@@ -14,6 +14,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <time.h>
 #include <unistd.h>
 #endif
 
@@ -80,6 +81,9 @@ static int32_t run_alone(cp_engine *engine, cp_work *work, void *context)
 
 #define SPINS 1000 /* some 50 microseconds with the pause of recent x86 */
 #define SPINS_ALONE 40 /* 2 microseconds; then whoever waits for this core is let in now and then */
+/* Between the jobs of one token lies a turn of the caller, 0.2 to 0.5 ms: a helper that went to sleep
+ * in it wakes late, with the core's clock down. */
+#define LINGER_NS 1000000
 
 static inline void relax(void)
 {
@@ -90,15 +94,27 @@ static inline void relax(void)
 #endif
 }
 
-static void wait_for_change(cp_engine *e, const uint32_t *word, uint32_t old)
+static int64_t now_ns(void)
 {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Spins for SPINS, or for `linger_ns` where that is not 0, then sleeps. */
+static void wait_for_change(cp_engine *e, const uint32_t *word, uint32_t old, int64_t linger_ns)
+{
+    int64_t until_ns = linger_ns ? now_ns() + linger_ns : 0;
     int i;
-    for (i = 0; i < SPINS; i++) {
+    for (i = 0; linger_ns || i < SPINS; i++) {
         if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != old)
             return;
         relax();
-        if (i % SPINS_ALONE == SPINS_ALONE - 1)
+        if (i % SPINS_ALONE == SPINS_ALONE - 1) {
             sched_yield(); /* the one we wait for may be waiting for this core */
+            if (linger_ns && now_ns() > until_ns)
+                break;
+        }
     }
     pthread_mutex_lock(&e->sleep);
     __atomic_fetch_add(&e->sleepers, 1, __ATOMIC_SEQ_CST);
@@ -131,7 +147,7 @@ int cp_barrier(cp_team *team)
         if (team->size > 1)
             change(team->engine, &team->phase);
     } else {
-        wait_for_change(team->engine, &team->phase, phase);
+        wait_for_change(team->engine, &team->phase, phase, 0);
     }
     return team->stop;
 }
@@ -157,7 +173,7 @@ static void *help(void *argument)
     uint32_t seen = 0;
     cp_fpmode_enter();
     for (;;) {
-        wait_for_change(e, &e->job, seen);
+        wait_for_change(e, &e->job, seen, LINGER_NS);
         seen++;
         if (__atomic_load_n(&e->quit, __ATOMIC_ACQUIRE))
             return NULL;
