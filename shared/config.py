@@ -28,7 +28,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the environment says. URLs may hold passwords: never log a Config."""
+    """What the environment says. URLs hold passwords: never log a Config."""
 
     amqp_url: str | None = None
     redis_url: str | None = None
@@ -38,6 +38,7 @@ class Config:
     log_level: str | None = None
     log_format: str = "console"
     kernel: str = AUTO
+    api_keys: str | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:

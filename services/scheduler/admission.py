@@ -12,6 +12,7 @@ from shared.errors import RequestError
 from shared.messages import Request, SamplingParams, Step
 from shared.model.config import ModelConfig
 from shared.text.chat_template import ChatTemplate
+from shared.text.prompt import chat_token_ids, check_token_ids, text_token_ids
 from shared.text.tokenizer import Tokenizer
 from shared.topology import Layout
 
@@ -137,38 +138,16 @@ def _names_model(asked: str, model_id: str) -> bool:
 
 def _prompt_tokens(request: Request, model: ServedModel) -> tuple[int, ...]:
     if request.token_ids is not None:
-        vocab_size = model.config.vocab_size
-        for token_id in request.token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(f"token_ids must be in 0..{vocab_size - 1}, got {token_id}")
+        check_token_ids(request.token_ids, model.config.vocab_size)
         return request.token_ids
+    limit = model.config.max_position_embeddings
     if request.messages is not None:
-        if model.chat_template is None:
-            raise RequestError(
-                "messages were given, but the model has no chat template",
-                remedy="send a prompt instead",
-            )
-        text = model.chat_template.render(request.messages, add_generation_prompt=True)
-        _check_length(text, model)
-        token_ids = model.tokenizer.encode(text, parse_special=True)
+        token_ids = chat_token_ids(
+            request.messages, model.tokenizer, model.chat_template, max_positions=limit
+        )
     else:
         assert request.prompt is not None, "a Request holds exactly one of its three inputs"
-        _check_length(request.prompt, model)
-        token_ids = model.tokenizer.encode(request.prompt, parse_special=False)
+        token_ids = text_token_ids(request.prompt, model.tokenizer, max_positions=limit)
     if not token_ids:
         raise RequestError("the prompt has no tokens")
-    return tuple(token_ids)
-
-
-def _check_length(text: str, model: ServedModel) -> None:
-    """Refuse what is too long whatever its tokens are, before the seconds that tokenising takes.
-
-    Nobody else is served in that time: 5 MB took 14 s.
-    """
-    limit = model.config.max_position_embeddings
-    at_least = len(text) // model.tokenizer.max_token_bytes
-    if at_least >= limit:
-        raise RequestError(
-            f"the prompt has {len(text)} characters, at least {at_least} tokens, and the model "
-            f"holds {limit} positions including the answer"
-        )
+    return token_ids

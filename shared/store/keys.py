@@ -25,6 +25,16 @@ def events(request_id: str) -> str:
     return f"{PREFIX}{{{request_id}}}:events"
 
 
+def completion(completion_id: str) -> str:
+    """String: what a gateway remembers of an answer that may be picked up again."""
+    return f"{PREFIX}completion:{completion_id}"
+
+
+def completion_reader(completion_id: str) -> str:
+    """String: who follows that answer now."""
+    return f"{PREFIX}completion_reader:{completion_id}"
+
+
 def kv_page(request_id: str, layout_id: str, group: int, page: int) -> str:
     """String: up to 16 rows of keys and values."""
     return f"{PREFIX}{{{request_id}}}:kv:{layout_id}:{group}:{page}"

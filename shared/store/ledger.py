@@ -10,9 +10,10 @@ Knows no queue and no model.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from shared.errors import RequestError, StoreDamaged
+from shared.errors import DecodeError, RequestError, StoreDamaged
 from shared.messages import FinishReason
 from shared.store import keys
 from shared.store.connection import Call, Connection
@@ -31,6 +32,7 @@ from shared.store.ledger_types import (
     Committed,
     Event,
     Fenced,
+    FinalEvent,
     Finished,
     Gap,
     LedgerRecord,
@@ -203,14 +205,44 @@ class Ledger:
         Waits up to `block_ms` for the first one, 0 not at all; the wait is cut to half of the
         connection's timeout. Raises `RequestError` for a malformed `after`.
         """
-        if not _EVENT_ID.match(after):
-            raise RequestError(f"event id must be <position>-<number>, got {after!r:.80}")
+        _check_event_id(after)
         block_ms = min(block_ms, int(self._meta.timeout_s * 500))
         waiting = ("BLOCK", block_ms) if block_ms > 0 else ()
         reply = self._meta.run(
             ("XREAD", "COUNT", count, *waiting, "STREAMS", keys.events(request_id), after)
         )
         return [read_event(entry) for entry in reply[0][1]] if reply else []
+
+    def events_of(
+        self, after: Mapping[str, str], block_ms: int = 0, count: int = 256
+    ) -> dict[str, list[Event]]:
+        """What came of several requests after the event of each: {request id: its events}.
+
+        One round trip, and one wait for whichever comes first; else as `events`. A request whose
+        events cannot be read has ended with an error: the others are not held up.
+        """
+        for event_id in after.values():
+            _check_event_id(event_id)
+        if not after:
+            return {}
+        block_ms = min(block_ms, int(self._meta.timeout_s * 500))
+        waiting = ("BLOCK", block_ms) if block_ms > 0 else ()
+        streams = map(keys.events, after)
+        try:
+            reply = self._meta.run(
+                ("XREAD", "COUNT", count, *waiting, "STREAMS", *streams, *after.values())
+            )
+        except StoreDamaged:  # one of the keys is no stream: find out which
+            replies = self._meta.run_all(
+                [("XREAD", "COUNT", count, "STREAMS", keys.events(i), a) for i, a in after.items()],
+                keep=(StoreDamaged,),
+            )
+            return {
+                i: [_damage(str(r))] if isinstance(r, StoreDamaged) else _events(r[0][1])
+                for i, r in zip(after, replies, strict=True)
+                if r
+            }
+        return {keys.request_id_of(key.decode()): _events(entries) for key, entries in reply or ()}
 
     def states(self, request_ids: Iterable[str]) -> dict[str, RequestState]:
         """The states of those requests that are known, in one round trip.
@@ -234,3 +266,19 @@ class Ledger:
         """
         entries = self._meta.run(("XRANGE", keys.events(request_id), "-", "+"))
         return [e.token_id for e in map(read_event, entries) if isinstance(e, TokenEvent)]
+
+
+def _check_event_id(event_id: str) -> None:
+    if not _EVENT_ID.match(event_id):
+        raise RequestError(f"event id must be <position>-<number>, got {event_id!r:.80}")
+
+
+def _events(entries: Sequence[Any]) -> list[Event]:
+    try:
+        return [read_event(entry) for entry in entries]
+    except DecodeError as error:
+        return [_damage(str(error))]
+
+
+def _damage(error: str) -> FinalEvent:
+    return FinalEvent(START, FinishReason.ERROR, error, 0, 0)
