@@ -40,8 +40,8 @@ class Engine:
     """A running pipeline over a packed model; a context manager.
 
     `producer` submits requests and follows them, `tokenizer` turns their tokens into text,
-    `workers` compute them. Raises `ConfigError` for a number of groups that the model cannot be cut
-    into.
+    `workers` compute them; `ledger` and what else is in `meta` remembers them. Raises `ConfigError`
+    for a number of groups that the model cannot be cut into.
     """
 
     def __init__(
@@ -60,13 +60,16 @@ class Engine:
         tokenizer, chat_template = read_text_document(bytes(read_shard("tokenizer")))
         self.model_id = manifest.model_id
         self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.config = config
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
         self._brokers: list[MemoryBroker] = []
         self._hub = MemoryHub()
         self.workers: list[Worker] = []
         self._stores = connect("memory://")
-        ledger = Ledger(self._stores.meta)
+        self.meta = self._stores.meta
+        self.ledger = ledger = Ledger(self.meta)
         # Two workers of a group share rows through the store; one alone is their only reader.
         kv_pages = (
             KvPages.of_layout(self._stores.kv, layout, config.kv_row_bytes_per_layer)
@@ -115,6 +118,11 @@ class Engine:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """No thread has died."""
+        return self._failure is None
 
     def check(self) -> None:
         """Raise what a thread died of, if one did."""

@@ -12,6 +12,7 @@ from typing import Any
 import services.cli.generate  # isort: skip
 import services.cli.models  # isort: skip
 import services.cli.cluster  # isort: skip
+import services.cli.gateway  # isort: skip
 import services.cli.bench  # isort: skip
 import services.cli.bench_cluster  # isort: skip
 import services.cli.operate  # isort: skip

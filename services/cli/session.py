@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from services.cli.progress import StageBar
 from services.cli.settings import DEFAULT_MODEL, with_cluster_urls
@@ -20,6 +21,9 @@ from shared.producer import Producer
 from shared.store.connection import Stores, connect
 from shared.store.presence import Presence
 from shared.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from services.embedded import Engine
 
 NO_SCHEDULER_GRACE_S = 8.0  # more than a scheduler's presence lives without a heartbeat
 
@@ -73,6 +77,21 @@ def open_session(
 def _embedded_session(
     config: Config, model: str, *, num_groups: int, num_threads: int, prefix_cache: bool
 ) -> Iterator[Session]:
+    with open_engine(
+        config,
+        model,
+        num_groups=num_groups,
+        num_threads=num_threads,
+        prefix_cache=prefix_cache,
+    ) as engine:
+        yield Session(engine.producer, engine.tokenizer, engine.model_id, engine.check)
+
+
+@contextmanager
+def open_engine(
+    config: Config, model: str, *, num_groups: int, num_threads: int, prefix_cache: bool
+) -> Iterator[Engine]:
+    """The pipeline of this process, with a model that is pulled and packed if need be."""
     from services.embedded import PREFIX_BYTES, Engine
     from services.loader.packed import open_packed
     from services.loader.pull import resolve_model
@@ -90,7 +109,7 @@ def _embedded_session(
         num_groups=num_groups,
         prefix_bytes=PREFIX_BYTES if prefix_cache else None,
     ) as engine:
-        yield Session(engine.producer, engine.tokenizer, engine.model_id, engine.check)
+        yield engine
 
 
 @contextmanager

@@ -1,0 +1,132 @@
+"""Turns the body of a request into what will run. Tokenises: not for the event loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.gateway.backend import Backend
+from services.gateway.errors import ApiError
+from services.gateway.note import Kind
+from services.gateway.schema import MAX_CHOICES, ChatCompletion, Generation, Message, TextCompletion
+from shared.errors import RequestError
+from shared.messages import ChatMessage, SamplingParams
+from shared.text.prompt import chat_token_ids, check_token_ids, text_token_ids
+
+DEFAULT_TEXT_TOKENS = 16  # as OpenAI's
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Prompts as token ids, and the sampling of each of their choices."""
+
+    kind: Kind
+    prompts: tuple[tuple[int, ...], ...]
+    samplings: tuple[SamplingParams, ...]
+    n: int
+
+
+def num_choices(body: Generation) -> int:
+    """How many answers it asks for. Raises `ApiError` for too many."""
+    prompts = len(body.prompt) if isinstance(body, TextCompletion) else 1
+    number = prompts * (body.n or 1)
+    if number > MAX_CHOICES:
+        raise ApiError(400, f"prompts times n must be at most {MAX_CHOICES}, got {number}")
+    return number
+
+
+def read_ask(body: Generation, backend: Backend) -> Ask:
+    """Raises `ApiError` for what the model cannot do, `RequestError` for a prompt it refuses."""
+    check_model(body.model, backend)
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options is for stream: true", param="stream_options")
+    match body:
+        case ChatCompletion():
+            if body.max_tokens is not None and body.max_completion_tokens is not None:
+                raise ApiError(
+                    400,
+                    "only one of max_tokens and max_completion_tokens may be given",
+                    param="max_tokens",
+                )
+            prompts: tuple[tuple[int, ...], ...] = (messages_token_ids(body.messages, backend),)
+            name, asked = "max_tokens", body.max_tokens
+            if body.max_completion_tokens is not None:
+                name, asked = "max_completion_tokens", body.max_completion_tokens
+            kind: Kind = "chat"
+        case TextCompletion():
+            prompts = tuple(_prompt_token_ids(prompt, backend) for prompt in body.prompt)
+            name, asked = "max_tokens", body.max_tokens or DEFAULT_TEXT_TOKENS
+            if body.max_tokens is None:  # nobody asked for so many
+                room = backend.max_positions - max(map(len, prompts))
+                asked = max(1, min(asked, room))
+            kind = "text"
+        case _:
+            raise TypeError(f"no completion: {type(body).__name__}")
+    n = body.n or 1
+    samplings = tuple(
+        _sampling(body, _max_tokens(tokens, asked, name, backend), choice)
+        for tokens in prompts
+        for choice in range(n)
+    )
+    return Ask(kind, prompts, samplings, n)
+
+
+def check_model(name: str, backend: Backend) -> None:
+    """Raise `ApiError` 404 unless the name is that of the model that runs; "" is."""
+    if name not in ("", backend.model_name, backend.model_id):
+        raise ApiError(
+            404,
+            f"the model {name!r} does not exist here; {backend.model_name} does",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def messages_token_ids(messages: list[Message], backend: Backend) -> tuple[int, ...]:
+    """Token ids of a conversation. Raises `RequestError`."""
+    turns = [
+        ChatMessage("system" if m.role == "developer" else m.role, m.content) for m in messages
+    ]
+    return chat_token_ids(
+        turns, backend.tokenizer, backend.chat_template, max_positions=backend.max_positions
+    )
+
+
+def _prompt_token_ids(prompt: str | tuple[int, ...], backend: Backend) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        check_token_ids(prompt, backend.vocab_size)
+        return prompt
+    found = text_token_ids(prompt, backend.tokenizer, max_positions=backend.max_positions)
+    if found:
+        return found
+    # A text that begins here, as with OpenAI.
+    tokenizer = backend.tokenizer
+    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if begin is None:
+        raise RequestError("the prompt is empty, and the model has no token to begin a text with")
+    return (begin,)
+
+
+def _max_tokens(prompt: tuple[int, ...], asked: int | None, name: str, backend: Backend) -> int:
+    room = backend.max_positions - len(prompt)
+    if room < 1 or (asked or 1) > room:
+        wanted = "" if asked is None else f" and {asked} for the answer ({name})"
+        raise ApiError(
+            400,
+            f"the model holds {backend.max_positions} tokens; "
+            f"the request has {len(prompt)} in its prompt{wanted}",
+            param="messages" if room < 1 and asked is None else name,
+            code="context_length_exceeded",
+        )
+    return asked or room
+
+
+def _sampling(body: Generation, max_tokens: int, choice: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(0, body.top_k or 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        # Negative seeds are OpenAI's too; each is one of 2**64.
+        seed=None if body.seed is None else (body.seed + choice) % 2**64,
+        max_tokens=max_tokens,
+        ignore_eos=bool(body.ignore_eos),
+    )

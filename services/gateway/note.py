@@ -1,0 +1,55 @@
+"""What is remembered of an answer so that it can be picked up again. Knows no store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from shared.errors import StoreDamaged
+
+Kind = Literal["chat", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """How an answer is shown: its choices are `num_prompts` times `n`, those of a prompt in a row.
+
+    `owner` is the name of the key that asked.
+    """
+
+    kind: Kind
+    owner: str
+    created_unix_s: int
+    deadline_unix_ms: int
+    num_prompts: int
+    n: int
+    stops: tuple[str, ...]
+    include_usage: bool
+    store: bool
+
+    @property
+    def num_choices(self) -> int:
+        return self.num_prompts * self.n
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Note:
+        """Raises `StoreDamaged` for what `to_dict` did not make."""
+        try:
+            note = cls(**{**document, "stops": tuple(document["stops"])})
+        except (KeyError, TypeError) as error:
+            raise StoreDamaged(
+                f"the note of a completion cannot be read: {error!s:.200}"
+            ) from error
+        for name, kinds in (("n", int), ("num_prompts", int), ("owner", str)):
+            if not isinstance(getattr(note, name), kinds):
+                raise StoreDamaged(f"the note of a completion has no {name}")
+        return note
+
+
+def request_ids(completion_id: str, num_choices: int) -> list[str]:
+    """The ids of the requests that an answer is made of."""
+    return [f"{completion_id}-{index}" for index in range(num_choices)]

@@ -1,0 +1,224 @@
+"""What clients may send, field by field; docs/api.md is made from it. Knows no pipeline.
+
+Nothing is dropped in silence: a field that this server does not know, or cannot do, is an error
+that names it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import from_json
+
+from services.gateway.errors import ApiError
+from services.gateway.fields import Content, Number, Peers, Prompts, Stops, check_refused, refused
+from shared.messages import MAX_SEED, MAX_TOKENS_LIMIT
+
+MAX_CHOICES = 32
+MAX_MESSAGES = 4096
+MAX_METADATA = 16
+
+_BOTH = Peers(True, True, True)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @field_validator("*")
+    @classmethod
+    def _refuse(cls, value: Any, about: ValidationInfo) -> Any:
+        assert about.field_name is not None, "this is a validator of fields"
+        no_ops = no_ops_of(cls.model_fields[about.field_name])
+        if no_ops is None:
+            return value
+        check_refused(value, no_ops)
+        return None
+
+
+def no_ops_of(field: FieldInfo) -> list[Any] | None:
+    """The values that a refused field takes; None for a field that is supported."""
+    extra = field.json_schema_extra
+    no_ops = extra.get("enum") if isinstance(extra, dict) else None
+    return no_ops if isinstance(no_ops, list) else None
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: Annotated[Any, Peers(True, False, False)] = refused(False)
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: Annotated[Any, Peers(True, False, True)] = refused()
+    refusal: Annotated[Any, Peers(True, False, False)] = refused()
+    audio: Annotated[Any, Peers(True, False, False)] = refused()
+    annotations: Annotated[Any, Peers(True, False, False)] = refused([])
+    tool_calls: Annotated[Any, Peers(True, True, True)] = refused([])
+    function_call: Annotated[Any, Peers(True, False, False)] = refused()
+
+
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
+
+
+class Generation(Body):
+    """What chat and text completions have in common."""
+
+    model: Annotated[
+        str, Field(max_length=256), Peers(True, True, True, '"" or absent is the model that runs')
+    ] = ""
+    stream: Annotated[bool | None, _BOTH] = None
+    stream_options: Annotated[
+        StreamOptions | None, Peers(True, True, True, "`include_usage`; only with `stream`")
+    ] = None
+    temperature: Annotated[Number | None, Field(ge=0, le=2), _BOTH] = None
+    top_p: Annotated[Number | None, Field(gt=0, le=1), _BOTH] = None
+    top_k: Annotated[
+        int | None, Field(ge=-1, le=2**31 - 1), Peers(False, True, True, "0 and -1 are off")
+    ] = None
+    seed: Annotated[
+        int | None,
+        Field(ge=-(2**63), le=MAX_SEED),
+        Peers(True, True, True, "choice i of `n` draws with seed + i"),
+    ] = None
+    stop: Annotated[Stops, Peers(True, True, True, "up to 16 strings; never part of the text")] = ()
+    n: Annotated[
+        int | None, Field(ge=1, le=MAX_CHOICES), Peers(True, True, True, f"up to {MAX_CHOICES}")
+    ] = None
+    ignore_eos: Annotated[bool | None, Peers(False, True, True)] = None
+    user: Annotated[str | None, Field(max_length=1024), Peers(True, False, True, "no effect")] = (
+        None
+    )
+    frequency_penalty: Annotated[Any, Peers(True, True, True)] = refused(0)
+    presence_penalty: Annotated[Any, Peers(True, True, True)] = refused(0)
+    repetition_penalty: Annotated[Any, Peers(False, False, True)] = refused(1)
+    repeat_penalty: Annotated[Any, Peers(False, True, False)] = refused(1)
+    min_p: Annotated[Any, Peers(False, True, True)] = refused(0)
+    logit_bias: Annotated[Any, Peers(True, True, True)] = refused({})
+
+
+class ChatCompletion(Generation):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), _BOTH]
+    max_tokens: Annotated[
+        Tokens | None, Peers(True, True, True, "default: what the context holds")
+    ] = None
+    max_completion_tokens: Annotated[
+        Tokens | None, Peers(True, True, True, "the same; only one may be given")
+    ] = None
+    store: Annotated[
+        bool | None, Peers(True, False, False, "goes on when the client hangs up; GET by id")
+    ] = None
+    metadata: Annotated[
+        dict[str, str] | None,
+        Field(max_length=MAX_METADATA),
+        Peers(True, False, False, "no effect"),
+    ] = None
+    service_tier: Annotated[Any, Peers(True, False, False)] = refused("auto", "default")
+    logprobs: Annotated[Any, Peers(True, True, True)] = refused(False)
+    top_logprobs: Annotated[Any, Peers(True, True, True)] = refused(0)
+    response_format: Annotated[Any, Peers(True, True, True)] = refused({"type": "text"})
+    tools: Annotated[Any, Peers(True, True, True)] = refused([])
+    tool_choice: Annotated[Any, Peers(True, True, True)] = refused("none", "auto")
+    parallel_tool_calls: Annotated[Any, Peers(True, True, True)] = refused(True, False)
+    functions: Annotated[Any, Peers(True, False, False)] = refused([])
+    function_call: Annotated[Any, Peers(True, False, False)] = refused("none")
+    modalities: Annotated[Any, Peers(True, False, False)] = refused(["text"])
+    audio: Annotated[Any, Peers(True, False, False)] = refused()
+    prediction: Annotated[Any, Peers(True, False, False)] = refused()
+    reasoning_effort: Annotated[Any, Peers(True, False, True)] = refused("none")
+    web_search_options: Annotated[Any, Peers(True, False, False)] = refused()
+
+
+class TextCompletion(Generation):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[
+        Prompts,
+        Peers(True, True, True, "text, token ids, or a list; an empty one begins a text"),
+    ] = ("",)
+    max_tokens: Annotated[Tokens | None, Peers(True, True, True, "default 16")] = None
+    best_of: Annotated[Any, Peers(True, False, False)] = refused(1)
+    echo: Annotated[Any, Peers(True, False, True)] = refused(False)
+    logprobs: Annotated[Any, Peers(True, True, True)] = refused()
+    suffix: Annotated[Any, Peers(True, False, False)] = refused("")
+
+
+class Tokenize(Body):
+    """Body of POST /tokenize: one of `content`, `prompt` (the same) and `messages`."""
+
+    model: Annotated[str, Field(max_length=256), Peers(False, False, True)] = ""
+    content: Annotated[str | None, Peers(False, True, False)] = None
+    prompt: Annotated[str | None, Peers(False, False, True)] = None
+    messages: Annotated[
+        list[Message] | None,
+        Field(min_length=1, max_length=MAX_MESSAGES),
+        Peers(False, False, True),
+    ] = None
+
+
+class Detokenize(Body):
+    """Body of POST /detokenize."""
+
+    model: Annotated[str, Field(max_length=256), Peers(False, False, True)] = ""
+    tokens: Annotated[list[int], Field(max_length=1 << 16), Peers(False, True, True)]
+
+
+BodyType = TypeVar("BodyType", bound=Body)
+
+
+def read_body(raw: bytes, kind: type[BodyType]) -> BodyType:
+    """The body of a request. Raises `ApiError` 400 that names the field at fault."""
+    try:
+        document = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is no JSON in UTF-8: {error!s:.200}") from None
+    if not isinstance(document, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = _path(first["loc"])
+    match first["type"]:
+        case "extra_forbidden":
+            return ApiError(
+                400,
+                f"unrecognized request argument: {param:.100}",
+                param=param[:100],
+                code="unknown_parameter",
+            )
+        case "unsupported":
+            return ApiError(
+                400, f"{param} {first['msg']}", param=param, code="unsupported_parameter"
+            )
+        case "missing":
+            return ApiError(
+                400,
+                f"missing required parameter: {param}",
+                param=param,
+                code="missing_required_parameter",
+            )
+        case _:
+            return ApiError(400, f"{param}: {first['msg']:.300}", param=param, code="invalid_value")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
