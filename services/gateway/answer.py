@@ -159,7 +159,8 @@ def _failure_of(choice: Choice, event: FinalEvent) -> ApiError | None:
     if event.finish_reason is FinishReason.ERROR:
         return ApiError(500, event.error or "the request failed", code="generation_failed")
     if choice.finish_reason is None:
-        return ApiError(409, "the request was cancelled", code="cancelled")
+        # Not 409, which OpenAI's clients take for an invitation to ask again.
+        return ApiError(410, "the request was cancelled", code="cancelled")
     if choice.num_tokens != event.num_generated:
         return ApiError(500, "tokens of the answer were lost", code="tokens_lost")
     return None

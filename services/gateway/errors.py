@@ -40,7 +40,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+            self.status,
+            "invalid_request_error" if self.status < 500 or self.status == 501 else "server_error",
         )
         return {
             "error": {
