@@ -70,9 +70,16 @@ class Answer:
         self._failure: ApiError | None = None
 
     @property
+    def has_failed(self) -> bool:
+        """What `next` raises now."""
+        return self._failure is not None
+
+    @property
     def has_ended(self) -> bool:
-        """Every choice has all of its text."""
-        return all(choice.finish_reason is not None for choice in self.choices)
+        """Every choice has all of its text, and none has failed."""
+        return not self.has_failed and all(
+            choice.finish_reason is not None for choice in self.choices
+        )
 
     @property
     def usage(self) -> Usage | None:

@@ -70,7 +70,7 @@ class WholeReply(AnswerReply):
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._answer
         texts = [""] * len(answer.choices)
-        while answer.usage is None:
+        while not answer.has_ended or answer.usage is None:
             for piece in await answer.next(WAIT_S):
                 texts[piece.index] += piece.text
         document = whole_document(answer, texts, self._gateway.backend)
@@ -113,7 +113,7 @@ class StreamReply(AnswerReply):
 
     def _is_complete(self) -> bool:
         answer = self._answer
-        if not all(shown.is_finished for shown in answer.shown):
+        if answer.has_failed or not all(shown.is_finished for shown in answer.shown):
             return False
         return not answer.note.include_usage or self._tail != "" or answer.usage is not None
 
