@@ -95,7 +95,7 @@ class Generation(Body):
         int | None, Field(ge=1, le=MAX_CHOICES), Peers(True, True, True, f"up to {MAX_CHOICES}")
     ] = None
     ignore_eos: Annotated[bool | None, Peers(False, True, True)] = None
-    user: Annotated[str | None, Field(max_length=1024), Peers(True, False, True, "no effect")] = (
+    user: Annotated[str | None, Field(max_length=1024), Peers(True, False, False, "no effect")] = (
         None
     )
     frequency_penalty: Annotated[Any, Peers(True, True, True)] = refused(0)
