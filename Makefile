@@ -50,7 +50,7 @@ up: $(VENV)/.dev ## private servers, the model in GROUPS groups, then the Procfi
 	@infra/servers up >/dev/null
 	@$(BIN)/cellpipe load smollm2-135m --groups $(GROUPS)
 	@echo 'ready in a moment; in another terminal: $(BIN)/cellpipe run --cluster "Hello"'
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/honcho start -c scheduler=1,worker=$(WORKERS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/honcho start -c scheduler=1,gateway=1,worker=$(WORKERS)
 
 down: ## stop the private servers
 	@infra/servers down

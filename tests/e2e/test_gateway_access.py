@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
+import shutil
 import socket
+import ssl
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -251,3 +255,25 @@ def test_a_client_that_brings_no_headers_is_cut(server: ApiServer) -> None:
 
         assert client.recv(100) == b""
         assert time.monotonic() - began_s > 5, "it has some time"
+
+
+def test_tls_and_a_page_that_may_call(model: Path, tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
+         "-keyout", key, "-out", cert],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    options = ("--tls-cert", str(cert), "--tls-key", str(key), "--allow-origin", "https://a.page")
+    with _serve(model, tmp_path, *options) as server:
+        trusting = ssl.create_default_context(cafile=str(cert))
+        client = http.client.HTTPSConnection("localhost", server.port, context=trusting, timeout=60)
+        client.request("GET", "/v1/models", headers={"origin": "https://a.page"})
+        answer = client.getresponse()
+        assert answer.status == 200
+        assert answer.getheader("access-control-allow-origin") == "https://a.page"
+        client.close()

@@ -94,7 +94,8 @@ def test_openais_client_and_a_stream_over_killed_gateways_and_workers(
 def test_a_cluster_without_a_scheduler_is_not_ready_and_refuses_after_a_while(
     cluster: ProcessCluster, tmp_path: Path
 ) -> None:
-    with ApiServer("gateway", settings=cluster.settings, log=tmp_path / "gateway.txt") as server:
+    log = tmp_path / "gateway.txt"
+    with ApiServer("gateway", "--keep-alive", "0.1", settings=cluster.settings, log=log) as server:
         scheduler = cluster.processes[-1]
         scheduler.terminate()
         scheduler.wait(timeout=30)
@@ -102,6 +103,9 @@ def test_a_cluster_without_a_scheduler_is_not_ready_and_refuses_after_a_while(
             pass
         status, answer, _ = server.call("GET", "/ready")
         assert (status, answer["reason"]) == (503, "no scheduler runs")
+        seen = server.stream(CHAT, {**BODY, "stream": True}).read_some(700)
+        assert seen.startswith(b"id: "), "it can be resumed before its first token"
+        assert b"\n\n: keep-alive\n\n" in seen
         wait = threading.Event()
         for _ in range(40):
             with pytest.raises(openai.APIError) as refused:

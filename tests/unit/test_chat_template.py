@@ -75,3 +75,50 @@ def test_a_template_that_misbehaves_is_stopped(source: str) -> None:
 def test_what_is_no_template_is_refused_at_once(source: str) -> None:
     with pytest.raises(ModelError, match="chat template"):
         ChatTemplate(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f() %}{{ f2() }}{{ f2() }}{% endmacro %}{% macro f2() %}{% endmacro %}"
+        "{% for a in range(99999) %}{% for b in range(99) %}{{ f() }}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(50) }}",
+        "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}"
+        "{% endfor %}",
+        "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}"
+        "{% endfor %}",
+        "{% set n = namespace(s='ab') %}{% for i in range(60) %}"
+        "{% set n.s = n.s|replace('a', 'aa') %}{% endfor %}",
+        "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s %}{{ n.s }}{{ n.s }}"
+        "{% endset %}{% endfor %}",
+        "{{ 'a'.ljust(1000000000) }}",
+        "{{ 'a'|center(1000000000) }}",
+        "{{ '%1000000000d'|format(1) }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '{:1000000000}'.format(1) }}",
+    ],
+)
+def test_a_template_cannot_run_for_ever_or_take_all_memory(source: str) -> None:
+    template = ChatTemplate(source)
+
+    with pytest.raises(RequestError, match="template failed"):
+        template.render(HELLO)
+
+
+def test_steps_are_counted_anew_for_each_render() -> None:
+    template = ChatTemplate("{% for a in range(60000) %}{% endfor %}ok")
+
+    assert [template.render(HELLO) for _ in range(40)] == ["ok"] * 40
+
+
+def test_loops_keep_what_templates_ask_of_them() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{{ loop.index0 }}{{ loop.first }}{{ loop.last }}{{ loop.length }}"
+        "{{ loop.previtem.content if loop.previtem }}{% endfor %}"
+        "{{ 'a' ~ 1 ~ none }}{{ messages[0]['content'] + 'x' }}"
+    )
+
+    assert template.render((ChatMessage("user", "q"), ChatMessage("user", "r"))) == (
+        "0TrueFalse2" + "1FalseTrue2q" + "a1None" + "qx"
+    )
