@@ -87,14 +87,16 @@ class Endpoints:
             return await self._resume(request, event_id)
         if not COMPLETION_ID.match(completion_id):
             raise ApiError(404, f"no completion {completion_id!r:.80}", code="completion_not_found")
-        answer = await self._gateway.pick_up(completion_id, request.state.owner)
-        if request.query_params.get("stream") == "true":
+        as_stream = request.query_params.get("stream") == "true"
+        owner = request.state.owner
+        answer = await self._gateway.pick_up(completion_id, owner, take=as_stream)
+        if as_stream:
             return self._stream(answer)
-        return WholeReply(self._gateway, answer)
+        return WholeReply(self._gateway, answer, looks_on=True)
 
     async def _resume(self, request: Request, event_id: EventId) -> Response:
         owner = request.state.owner
-        answer = await self._gateway.pick_up(event_id.completion_id, owner, event_id)
+        answer = await self._gateway.pick_up(event_id.completion_id, owner, event_id, take=True)
         return self._stream(answer, event_id.tail)
 
     def _stream(self, answer: Answer, tail: str = "") -> Response:

@@ -32,6 +32,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 CANCEL_PATIENCE_S = 60.0
+ANSWER_MEMORY_S = 3600.0  # after its end, as long as the ledger keeps its tokens
 PROBLEM_FRESH_S = 1.0
 PROBLEM_GRACE_S = 8.0  # a scheduler that restarts finds what was asked meanwhile in its queue
 
@@ -52,6 +53,7 @@ class Gateway:
     def __init__(self, backend: Backend, limits: GatewayLimits) -> None:
         self.backend = backend
         self._timing = limits
+        self._memory_s = limits.request_timeout_s + ANSWER_MEMORY_S
         self._limits = Limits(max_running=limits.max_running, max_per_minute=limits.max_per_minute)
         self._reader = EventReader(backend.ledger, gather_s=backend.gather_s)
         # Tokenising a long prompt must not keep others from being submitted.
@@ -95,9 +97,12 @@ class Gateway:
             raise
 
     async def pick_up(
-        self, completion_id: str, owner: str, event_id: EventId | None = None
+        self, completion_id: str, owner: str, event_id: EventId | None = None, *, take: bool
     ) -> Answer:
-        """Go on with an answer, from `event_id` on if given. Raises `ApiError` 404."""
+        """Go on with an answer, from `event_id` on if given. Raises `ApiError` 404.
+
+        Whoever does not `take` it only looks on: another reads it, or comes back for it.
+        """
         document = await self._blocking(lambda: self.backend.completions.get(completion_id))
         note = None if document is None else Note.from_dict(document)
         if note is None or note.owner != owner:
@@ -105,14 +110,21 @@ class Gateway:
         if event_id is not None and len(event_id.shown) != note.num_choices:
             raise ApiError(400, "Last-Event-ID has not as many choices", param="Last-Event-ID")
         await self._check_remembered(completion_id, note)
+        name = await self._take(completion_id) if take else ""
+        self._limits.enter(owner, note.num_choices)
+        return self._follow(completion_id, note, event_id.shown if event_id else (), name)
+
+    async def _take(self, completion_id: str) -> str:
+        """Become the one who reads an answer: who read it before will not cancel it."""
         abandoned = self._abandoned.pop(completion_id, None)
         if abandoned is not None:
             abandoned.cancel()
             await asyncio.gather(abandoned, return_exceptions=True)
-        name = secrets.token_hex(8)
-        await self._blocking(lambda: self.backend.completions.take(completion_id, name))
-        self._limits.enter(owner, note.num_choices)
-        return self._follow(completion_id, note, event_id.shown if event_id else (), name)
+        name, ttl_s = secrets.token_hex(8), self._memory_s
+        await self._blocking(
+            lambda: self.backend.completions.take(completion_id, name, ttl_s=ttl_s)
+        )
+        return name
 
     def leave(self, answer: Answer) -> None:
         """Done with an answer, to its end or not. What runs of it runs on."""
@@ -179,7 +191,7 @@ class Gateway:
 
     def _submit(self, completion_id: str, note: Note, ask: Ask, body: Generation) -> None:
         if body.stream or note.store:
-            self.backend.completions.put(completion_id, note.to_dict())
+            self.backend.completions.put(completion_id, note.to_dict(), ttl_s=self._memory_s)
         ids = request_ids(completion_id, note.num_choices)
         for number, request_id in enumerate(ids):
             request = Request(

@@ -36,6 +36,7 @@ class AnswerReply(Response):
     """
 
     may_resume = False
+    looks_on = False
 
     def __init__(self, gateway: Gateway, answer: Answer) -> None:
         super().__init__()
@@ -46,7 +47,10 @@ class AnswerReply(Response):
         try:
             await _while_there(self._reply(scope, receive, send), receive)
         except _HungUp:
-            self._gateway.abandon(self._answer, may_resume=self.may_resume)
+            if self.looks_on:
+                self._gateway.leave(self._answer)
+            else:
+                self._gateway.abandon(self._answer, may_resume=self.may_resume)
         except (ApiError, CellpipeError):
             # One choice has failed: nobody will read the others.
             self._gateway.cancel(
@@ -65,7 +69,11 @@ class AnswerReply(Response):
 
 
 class WholeReply(AnswerReply):
-    """One JSON object when everything is there."""
+    """One JSON object when everything is there. Who only `looks_on` cancels nothing."""
+
+    def __init__(self, gateway: Gateway, answer: Answer, *, looks_on: bool = False) -> None:
+        super().__init__(gateway, answer)
+        self.looks_on = looks_on
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._answer

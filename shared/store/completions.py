@@ -16,16 +16,15 @@ from shared.store.connection import Connection
 
 
 class Completions:
-    """Notes by completion id; each lives `ttl_s`. Raises `StoreUnavailable`, `StoreDamaged`."""
+    """Notes by completion id. Raises `StoreUnavailable`, `StoreDamaged`."""
 
-    def __init__(self, meta: Connection, *, ttl_s: float = 86_400) -> None:
+    def __init__(self, meta: Connection) -> None:
         self._meta = meta
-        self._ttl_ms = round(ttl_s * 1000)
 
-    def put(self, completion_id: str, note: Mapping[str, Any]) -> None:
-        """Remember a note of JSON values, in place of any before."""
+    def put(self, completion_id: str, note: Mapping[str, Any], *, ttl_s: float) -> None:
+        """Remember a note of JSON values for `ttl_s`, in place of any before."""
         body = json.dumps(note, ensure_ascii=False, separators=(",", ":"))
-        self._meta.run(("SET", keys.completion(completion_id), body, "PX", self._ttl_ms))
+        self._meta.run(("SET", keys.completion(completion_id), body, "PX", round(ttl_s * 1e3)))
 
     def get(self, completion_id: str) -> dict[str, Any] | None:
         """The note, or None. Raises `StoreDamaged` for one that is no JSON object."""
@@ -40,9 +39,10 @@ class Completions:
             raise StoreDamaged(f"the note of {completion_id} is a {type(note).__name__}")
         return note
 
-    def take(self, completion_id: str, reader: str) -> None:
+    def take(self, completion_id: str, reader: str, *, ttl_s: float) -> None:
         """Say that `reader` follows the answer now."""
-        self._meta.run(("SET", keys.completion_reader(completion_id), reader, "PX", self._ttl_ms))
+        key = keys.completion_reader(completion_id)
+        self._meta.run(("SET", key, reader, "PX", round(ttl_s * 1e3)))
 
     def reader(self, completion_id: str) -> str:
         """Who took it last; "" for nobody."""

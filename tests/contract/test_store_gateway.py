@@ -63,8 +63,8 @@ def test_a_malformed_place_is_refused(ledger: Ledger) -> None:
 
 def test_notes_are_found_again_and_garbled_ones_named(stores: Stores) -> None:
     completions = Completions(stores.meta)
-    completions.put("x", {"n": 2, "stops": ["é"]})
-    completions.take("x", "me")
+    completions.put("x", {"n": 2, "stops": ["é"]}, ttl_s=60)
+    completions.take("x", "me", ttl_s=60)
     stores.meta.run(("SET", keys.completion("y"), b"\xff{"))
 
     assert completions.get("x") == {"n": 2, "stops": ["é"]}
