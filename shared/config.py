@@ -28,7 +28,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the environment says. URLs hold passwords: never log a Config."""
+    """What the environment says. It holds passwords and keys: never log one."""
 
     amqp_url: str | None = None
     redis_url: str | None = None

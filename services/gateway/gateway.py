@@ -34,6 +34,7 @@ T = TypeVar("T")
 CANCEL_PATIENCE_S = 60.0
 ANSWER_MEMORY_S = 3600.0  # after its end, as long as the ledger keeps its tokens
 PROBLEM_FRESH_S = 1.0
+PROBLEM_PATIENCE_S = 60.0
 PROBLEM_GRACE_S = 8.0  # a scheduler that restarts finds what was asked meanwhile in its queue
 
 
@@ -50,8 +51,15 @@ class GatewayLimits:
 class Gateway:
     """`start` and the others belong to one event loop."""
 
-    def __init__(self, backend: Backend, limits: GatewayLimits) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        limits: GatewayLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.backend = backend
+        self._clock = clock
         self._timing = limits
         self._memory_s = limits.request_timeout_s + ANSWER_MEMORY_S
         self._limits = Limits(max_running=limits.max_running, max_per_minute=limits.max_per_minute)
@@ -151,7 +159,7 @@ class Gateway:
 
     async def problem(self) -> str:
         """Why requests would not be answered now; "" for no reason."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s - self._problem_at_s >= PROBLEM_FRESH_S:
             self._problem_at_s = now_s
             try:
@@ -165,10 +173,14 @@ class Gateway:
                 self._problem_since_s = now_s
         return self._problem
 
-    async def check(self) -> None:
-        """Raise `ApiError` 503 when requests would not have been answered for a while."""
+    async def check(self, *, is_running: bool = False) -> None:
+        """Raise `ApiError` 503 when requests would not have been answered for a while.
+
+        One that `is_running` has more time: what is missing may come back.
+        """
         problem, since_s = await self.problem(), self._problem_since_s
-        if problem and since_s is not None and time.monotonic() - since_s > PROBLEM_GRACE_S:
+        grace_s = PROBLEM_PATIENCE_S if is_running else PROBLEM_GRACE_S
+        if problem and since_s is not None and self._clock() - since_s > grace_s:
             raise ApiError(503, problem, code="not_ready", retry_after_s=5.0)
 
     async def text(self, work: Callable[[], T]) -> T:
@@ -247,16 +259,16 @@ class Gateway:
 
     async def _cancel(self, request_id: str) -> None:
         backoff = Backoff(first_s=0.05, max_s=5.0)
-        give_up_s = time.monotonic() + CANCEL_PATIENCE_S
+        give_up_s = self._clock() + CANCEL_PATIENCE_S
         while True:
             try:
                 await self._blocking(lambda: self.backend.producer.cancel(request_id))
                 return
             except RequestError:  # nobody has admitted it yet
-                if time.monotonic() > give_up_s:
+                if self._clock() > give_up_s:
                     return
             except CellpipeError as error:
-                if time.monotonic() > give_up_s:
+                if self._clock() > give_up_s:
                     log.warning("not_cancelled", request_id=request_id, reason=str(error))
                     return
             await asyncio.sleep(backoff.next_s())

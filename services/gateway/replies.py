@@ -79,8 +79,11 @@ class WholeReply(AnswerReply):
         answer = self._answer
         texts = [""] * len(answer.choices)
         while not answer.has_ended or answer.usage is None:
-            for piece in await answer.next(WAIT_S):
+            pieces = await answer.next(WAIT_S)
+            for piece in pieces:
                 texts[piece.index] += piece.text
+            if not pieces:
+                await self._gateway.check(is_running=True)
         document = whole_document(answer, texts, self._gateway.backend)
         await JSONResponse(document)(scope, receive, send)
 
@@ -112,6 +115,7 @@ class StreamReply(AnswerReply):
                 pieces = await answer.next(self._keep_alive_s)
                 if not pieces:
                     await _send_body(send, ": keep-alive\n\n")
+                    await self._gateway.check(is_running=True)
             await self._send_end(send)
         except (ApiError, CellpipeError) as error:
             # It cannot be raised: the status is sent.

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from services.gateway.access import ANONYMOUS, Keys, Limits, key_line, new_key
+from services.gateway.backend import Backend
 from services.gateway.errors import ApiError
+from services.gateway.gateway import (
+    PROBLEM_GRACE_S,
+    PROBLEM_PATIENCE_S,
+    Gateway,
+    GatewayLimits,
+)
 from services.gateway.server import ServerOptions, check_options, is_loopback
 from services.gateway.table import page_with_tables
+from shared.broker.memory import MemoryBroker, MemoryHub
 from shared.errors import ConfigError
+from shared.producer import Producer
+from shared.store.completions import Completions
+from shared.store.connection import connect
+from shared.store.ledger import Ledger
+from shared.text.tokenizer import Tokenizer
+from tests.gguf_files import tiny_vocabulary
 from tests.rig import FakeClock
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
@@ -109,3 +124,38 @@ def test_only_loopback_needs_no_key(host: str, loopback: bool) -> None:
 def test_half_of_a_tls_pair_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="go together"):
         check_options(ServerOptions(tls_cert=tmp_path), Keys())
+
+
+def test_a_pipeline_that_died_is_told_after_a_while() -> None:
+    clock = FakeClock()
+
+    async def ask() -> None:
+        gateway = Gateway(_backend("no scheduler runs"), GatewayLimits(), clock=clock)
+        await gateway.check()
+        clock.now_s += PROBLEM_GRACE_S + 2
+        with pytest.raises(ApiError) as refused:
+            await gateway.check()
+        assert (refused.value.status, refused.value.message) == (503, "no scheduler runs")
+        await gateway.check(is_running=True)
+        clock.now_s += PROBLEM_PATIENCE_S
+        with pytest.raises(ApiError, match="no scheduler runs"):
+            await gateway.check(is_running=True)
+
+    asyncio.run(ask())
+
+
+def _backend(problem: str) -> Backend:
+    stores = connect("memory://")
+    ledger = Ledger(stores.meta)
+    return Backend(
+        producer=Producer(MemoryBroker(MemoryHub()), ledger),
+        ledger=ledger,
+        completions=Completions(stores.meta),
+        tokenizer=Tokenizer.from_vocabulary(tiny_vocabulary()),
+        chat_template=None,
+        model_id="m@0",
+        vocab_size=10,
+        max_positions=10,
+        problem=lambda: problem,
+        gather_s=0.0,
+    )
