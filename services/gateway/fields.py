@@ -109,7 +109,9 @@ Number = Annotated[float, AfterValidator(_finite)]
 Stops = Annotated[
     tuple[str, ...],
     BeforeValidator(_as_stops),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {**_TEXTS, "maxItems": MAX_STOPS}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {**_TEXTS, "maxItems": MAX_STOPS}, {"type": "null"}]}
+    ),
     Field(strict=False),
 ]
 Content = Annotated[

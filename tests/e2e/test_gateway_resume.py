@@ -85,6 +85,22 @@ def test_an_answer_is_resumed_by_get_too(server: ApiServer, expected: list[str])
     assert texts_of([*events, *read_events(rest)], 2) == expected
 
 
+def test_who_looks_on_and_hangs_up_cancels_nothing(server: ApiServer) -> None:
+    body = {**BODY, "n": 1, "max_tokens": 1_500}
+    _, whole, _ = server.call("POST", CHAT, body)
+    stream = server.stream(CHAT, {**body, "stream": True})
+    seen = stream.response.read(200)
+    name = seen.decode().partition(": ")[2].partition("/")[0]
+    for _ in range(3):
+        connection = server.connect()
+        connection.request("GET", f"{CHAT}/{name}")
+        connection.close()
+
+    events = list(read_events(seen + stream.read()))
+
+    assert texts_of(events) == [whole["choices"][0]["message"]["content"]]
+
+
 @pytest.mark.parametrize(
     ("event_id", "status"),
     [
