@@ -38,6 +38,7 @@ from shared.errors import CellpipeError
 from shared.text.prompt import check_token_ids, text_token_ids
 
 BODY_TIMEOUT_S = 30.0
+DISCARDED_BYTES = 8 << 20  # who is cut off while sending does not get to read why
 MAX_EVENT_ID_CHARS = 4096
 
 
@@ -183,13 +184,17 @@ class Endpoints:
 async def _read_at_most(request: Request, max_bytes: int) -> bytes:
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes")
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:20]) > max_bytes:
+    if length.isdecimal() and int(length[:20]) > max_bytes + DISCARDED_BYTES:
         raise too_large
-    raw = bytearray()
+    raw, num_bytes = bytearray(), 0
     async for part in request.stream():
-        raw += part
-        if len(raw) > max_bytes:
+        num_bytes += len(part)
+        if num_bytes <= max_bytes:
+            raw += part
+        elif num_bytes > max_bytes + DISCARDED_BYTES:
             raise too_large
+    if num_bytes > max_bytes:
+        raise too_large
     return bytes(raw)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.access import ANONYMOUS, Keys, Limits, key_line, new_key
 from services.gateway.backend import Backend
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, api_error
 from services.gateway.gateway import (
     PROBLEM_GRACE_S,
     PROBLEM_PATIENCE_S,
@@ -19,7 +19,7 @@ from services.gateway.gateway import (
 from services.gateway.server import ServerOptions, check_options, is_loopback
 from services.gateway.table import page_with_tables
 from shared.broker.memory import MemoryBroker, MemoryHub
-from shared.errors import ConfigError
+from shared.errors import ConfigError, Overloaded, StoreDamaged, StoreUnavailable
 from shared.producer import Producer
 from shared.store.completions import Completions
 from shared.store.connection import connect
@@ -159,3 +159,14 @@ def _backend(problem: str) -> Backend:
         problem=lambda: problem,
         gather_s=0.0,
     )
+
+
+def test_a_full_cluster_says_when_to_come_again_and_no_error_names_a_host() -> None:
+    full = api_error(Overloaded("the queue is full", retry_after_s=4.2)).response()
+    gone = api_error(StoreUnavailable("no connection to Redis at secret.host:6379"))
+    bug = api_error(StoreDamaged("Redis at secret.host:6379 holds a damaged value"))
+
+    assert (full.status_code, full.headers["retry-after"]) == (429, "5")
+    assert (gone.status, bug.status) == (503, 500)
+    assert gone.retry_after_s is not None
+    assert "secret" not in gone.message + bug.message
