@@ -1,8 +1,8 @@
-"""The whole pipeline in one process: no servers, the same scheduler, worker, broker and store code.
+"""The whole pipeline in one process: no servers, the same code of scheduler and worker.
 
-Only wires. The broker is a `MemoryHub`, the store fakeredis, and each service runs its turn on a
-thread of its own. Nothing outlives the process, so with one worker a group KV rows stay in it, and
-so do those that requests share.
+Only wires. The broker is a `MemoryHub`, the ledger a `MemoryLedger`, and each service runs its turn
+on a thread of its own. Nothing outlives the process, so with one worker a group KV rows stay in it,
+and so do those that requests share; several of a group share theirs through fakeredis.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shared.model.config import ModelConfig
 from shared.model.layer_group import LayerGroup, ReadShard
 from shared.model.local_prefixes import LocalPrefixes
 from shared.producer import Producer
-from shared.store.connection import connect
+from shared.store.connection import Stores, connect
 from shared.store.kv_pages import KvPages
-from shared.store.ledger import Ledger
+from shared.store.memory_ledger import MemoryLedger
 from shared.store.prefix_pages import StoredPrefixes
 from shared.text.document import read_text_document
 from shared.topology import Layout, control_queues, even_layout, group_queues
@@ -65,24 +65,21 @@ class Engine:
         self._brokers: list[MemoryBroker] = []
         self._hub = MemoryHub()
         self.workers: list[Worker] = []
-        self._stores = connect("memory://")
-        ledger = Ledger(self._stores.meta)
-        # Two workers of a group share rows through the store; one alone is their only reader.
-        kv_pages = (
-            KvPages.of_layout(self._stores.kv, layout, config.kv_row_bytes_per_layer)
-            if workers_per_group > 1
-            else None
-        )
+        ledger = MemoryLedger()
+        self._stores: Stores | None = None
+        kv_pages: KvPages | None = None
         # A next turn of a conversation computes only what is new in it.
         local_prefixes: LocalPrefixes | None = None
         stored_prefixes: StoredPrefixes | None = None
-        row_bytes = config.kv_row_bytes_per_layer
-        if prefix_bytes is not None and kv_pages is None:
-            local_prefixes = LocalPrefixes(num_groups, max_bytes=prefix_bytes)
+        if workers_per_group > 1:
+            # They share rows through a store; one alone is their only reader.
+            self._stores = connect("memory://")
+            store, row_bytes = self._stores.kv, config.kv_row_bytes_per_layer
+            kv_pages = KvPages.of_layout(store, layout, row_bytes)
+            if prefix_bytes is not None:
+                stored_prefixes = StoredPrefixes(store, layout, row_bytes, max_bytes=prefix_bytes)
         elif prefix_bytes is not None:
-            stored_prefixes = StoredPrefixes(
-                self._stores.kv, layout, row_bytes, max_bytes=prefix_bytes
-            )
+            local_prefixes = LocalPrefixes(num_groups, max_bytes=prefix_bytes)
         front = self._broker()
         front.declare([*control_queues(), *group_queues(layout)])
         self.producer = Producer(front, ledger, gather_s=GATHER_S)
@@ -128,7 +125,8 @@ class Engine:
             broker.close()
         for thread in self._threads:
             thread.join()
-        self._stores.close()
+        if self._stores is not None:
+            self._stores.close()
 
     def __enter__(self) -> Engine:
         return self

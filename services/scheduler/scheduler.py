@@ -44,7 +44,7 @@ from shared.errors import (
 from shared.messages import FinishReason, Request
 from shared.policy import Surroundings
 from shared.store.kv_pages import KvPages
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import LedgerRecord
 from shared.store.presence_types import WorkerInfo
 from shared.topology import REQUESTS_QUEUE
@@ -69,7 +69,7 @@ class Scheduler:
         *,
         model: ServedModel,
         broker: Broker,
-        ledger: Ledger,
+        ledger: RequestLedger,
         kv_pages: KvPages | None,
         prefix_pages: PrefixPages | None = None,
         coverage: Callable[[], Sequence[int]],

@@ -30,7 +30,7 @@ from shared.broker.base import Confirm
 from shared.messages import Step
 from shared.model.layer_group import LayerGroup
 from shared.store.kv_pages import KvPages
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 from shared.topology import Layout
 
 FloatRows = npt.NDArray[np.float32]
@@ -45,7 +45,7 @@ class Output:
         layout: Layout,
         layer_groups: Mapping[int, LayerGroup],
         sender: Sender,
-        ledger: Ledger,
+        ledger: RequestLedger,
         kv_pages: KvPages | None,
         pool: SequencePool,
         endings: Endings,

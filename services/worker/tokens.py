@@ -20,7 +20,7 @@ from shared.errors import StoreDamaged
 from shared.messages import FinishReason, Step
 from shared.model.layer_group import LayerGroup
 from shared.model.sampling import sample
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import AlreadyCommitted, Committed
 
 
@@ -50,7 +50,7 @@ def sample_and_commit(
     pieces: Sequence[Slice],
     rows: npt.NDArray[np.float32],
     layer_group: LayerGroup,
-    ledger: Ledger,
+    ledger: RequestLedger,
     stages: Stages,
 ) -> list[Outcome]:
     """Sample the tokens of slices that end their steps, and commit those of each.
@@ -71,7 +71,7 @@ def sample_and_commit(
 
 
 def _commit(
-    piece: Slice, logits: npt.NDArray[np.float32], ledger: Ledger, stages: Stages
+    piece: Slice, logits: npt.NDArray[np.float32], ledger: RequestLedger, stages: Stages
 ) -> Outcome:
     step = piece.pending.step
     token_ids, reason = _draw(step, piece.draft, logits)

@@ -44,7 +44,7 @@ from shared.model.layer_group import LayerGroup
 from shared.model.local_prefixes import LocalPrefixes
 from shared.store.attempts import Attempts
 from shared.store.kv_pages import KvPages
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 from shared.store.presence_types import WorkerInfo
 from shared.topology import Layout, group_queue, inbox_queue, inbox_spec
 
@@ -83,7 +83,7 @@ class Worker:
         config: ModelConfig,
         layer_groups: Mapping[int, LayerGroup],
         broker: Broker,
-        ledger: Ledger,
+        ledger: RequestLedger,
         kv_pages: KvPages | None,
         prefixes: LocalPrefixes | None = None,
         membership: Membership | None = None,

@@ -9,15 +9,14 @@ Knows no queue and no model.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
-from shared.errors import RequestError, StoreDamaged
+from shared.errors import StoreDamaged
 from shared.messages import FinishReason
 from shared.store import keys
 from shared.store.connection import Call, Connection
+from shared.store.ledger_base import MAX_ERROR_CHARS, START, read_event_id
 from shared.store.ledger_fields import (
-    MAX_ERROR_CHARS,
     flat_fields,
     pairs,
     read_event,
@@ -41,8 +40,6 @@ from shared.store.ledger_types import (
 )
 from shared.store.scripts import load_script
 
-START = "0-0"  # before the first event
-_EVENT_ID = re.compile(r"\d{1,19}-\d{1,19}\Z", re.ASCII)
 _STATE_FIELDS = ("epoch", "committed", "finish_reason", "error")
 
 
@@ -203,8 +200,7 @@ class Ledger:
         Waits up to `block_ms` for the first one, 0 not at all; the wait is cut to half of the
         connection's timeout. Raises `RequestError` for a malformed `after`.
         """
-        if not _EVENT_ID.match(after):
-            raise RequestError(f"event id must be <position>-<number>, got {after!r:.80}")
+        read_event_id(after)  # Redis would take "$" and others too
         block_ms = min(block_ms, int(self._meta.timeout_s * 500))
         waiting = ("BLOCK", block_ms) if block_ms > 0 else ()
         reply = self._meta.run(
