@@ -63,6 +63,12 @@ class MemoryLedger:
         """How many records take room, those included whose time is over."""
         return len(self._entries)
 
+    @property
+    def num_readers(self) -> int:
+        """How many readers wait."""
+        with self._lock:
+            return sum(readers.num_waiting for readers in self._readers.values())
+
     def admit(self, record: LedgerRecord) -> bool:
         with self._lock:
             if self._entry(record.request_id) is not None:
