@@ -161,6 +161,7 @@ class Step:
     route: tuple[str, ...] = ()
     draft: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
+    num_positions: int = field(init=False, repr=False, compare=False)  # T
 
     def __post_init__(self) -> None:
         if not REQUEST_ID_PATTERN.match(self.request_id):
@@ -173,8 +174,11 @@ class Step:
             raise DecodeError("step.v1 sampling.seed must be given")
         if not self.tensors:
             raise DecodeError("step.v1 carries no tensor")
-        if len({t.shape[0] if t.ndim else 0 for t in self.tensors.values()}) != 1:
+        sizes = {t.shape[0] if t.ndim else 0 for t in self.tensors.values()}
+        if len(sizes) != 1:
             raise DecodeError("step.v1 tensors disagree on the number of positions")
+        # Kept: it is asked for a dozen times in a step's turn.
+        object.__setattr__(self, "num_positions", sizes.pop())
         if self.num_positions == 0:
             raise DecodeError("step.v1 tensors are empty")
         if len(self.route) > MAX_ROUTE_LEN:
@@ -195,11 +199,6 @@ class Step:
             )
         if len(self.accepted) > self.position:
             raise DecodeError(f"step.v2 accepted holds more than the {self.position} before it")
-
-    @property
-    def num_positions(self) -> int:
-        """T, the number of consecutive positions in this message."""
-        return int(next(iter(self.tensors.values())).shape[0])
 
     @property
     def end_position(self) -> int:

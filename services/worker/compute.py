@@ -6,6 +6,7 @@ R rows of the batch, T rows of one sequence, D hidden_size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +28,8 @@ def forward_batch(
     """
     is_first = slices[0].pending.step.group == 0
     name = TOKEN_IDS if is_first else HIDDEN
-    rows = np.concatenate(
-        [p.pending.step.tensors[name][p.start : p.start + p.num_rows] for p in slices]
-    )
+    parts = [p.pending.step.tensors[name][p.start : p.start + p.num_rows] for p in slices]
+    rows: npt.NDArray[Any] = parts[0] if len(parts) == 1 else np.concatenate(parts)
     hidden = layer_group.embed(rows) if is_first else rows  # (R, D)
     sequences = [SequenceSlice(cache_of(p), p.position, p.num_rows) for p in slices]
     return layer_group.forward(hidden, sequences)

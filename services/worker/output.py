@@ -9,6 +9,7 @@ B sequences in a batch, R rows in it, D hidden_size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import assert_never
 
 import numpy as np
@@ -77,7 +78,7 @@ class Output:
         `TransientError`.
         """
         group = slices[0].group
-        ends = np.cumsum([piece.num_rows for piece in slices])
+        ends = list(accumulate(piece.num_rows for piece in slices))
         confirm: Confirm | None
         if group == self._layout.last_group:
             self._write_rows(slices)
@@ -107,7 +108,7 @@ class Output:
         reached(self._faults, Point.WRITE, slices)
 
     def _commit_tokens(
-        self, slices: Sequence[Slice], hidden: FloatRows, ends: npt.NDArray[np.intp]
+        self, slices: Sequence[Slice], hidden: FloatRows, ends: Sequence[int]
     ) -> list[Step]:
         """Commit the tokens of every slice that ends its step; returns the decode steps to send.
 
@@ -121,7 +122,7 @@ class Output:
                 rows += range(end - 1 - len(piece.draft), end)
         outcomes = sample_and_commit(
             pieces,
-            hidden[rows],
+            hidden if len(rows) == len(hidden) else hidden[rows],
             self._layer_groups[self._layout.last_group],
             self._ledger,
             self._stages,

@@ -6,6 +6,7 @@ position, for each layer of the group, keys then values, fp16 little-endian, kv 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,15 +31,12 @@ class SequenceCache:
         self.pages: list[Page] = []
         self.page_addresses = np.empty(0, np.uintp)  # of the pages' first bytes, for the kernel
         self._page_shape = (num_layers, num_key_value_heads, 2, PAGE_POSITIONS, head_dim)
+        self.page_bytes = 2 * math.prod(self._page_shape)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one position."""
         return self.page_bytes // PAGE_POSITIONS
-
-    @property
-    def page_bytes(self) -> int:
-        return 2 * int(np.prod(self._page_shape))
 
     @property
     def nbytes(self) -> int:
