@@ -6,7 +6,6 @@ them. A cache that is behind is topped up from the store; one that is dropped is
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -154,9 +153,9 @@ class SequencePool:
     def trim(self, *, now_s: float) -> None:
         """Evict idle states, then the least recently used ones until the budget holds."""
         embedded = self._kv_pages is None
-        max_bytes = math.inf if embedded else self._max_bytes
+        max_bytes = 0 if embedded else self._max_bytes
         idle_s = EMBEDDED_IDLE_S if embedded else self._idle_s
-        total = self.num_bytes
+        total = 0 if embedded else self.num_bytes  # without a budget nobody needs to know
         for key in list(self._states):
             state = self._states[key]
             idle_for_s = now_s - state.last_used_s

@@ -41,9 +41,10 @@ def _tensor_problem(step: Step, config: ModelConfig) -> str:
     if step.group == 0:
         if tensor.ndim != 1 or tensor.dtype != np.int32:
             return f"token_ids must be int32 (T,), got {tensor.dtype} {tensor.shape}"
-        if tensor.min() < 0 or tensor.max() >= config.vocab_size:
+        token_ids = tensor.tolist()  # mostly one: Python is done before a NumPy call has begun
+        if min(token_ids) < 0 or max(token_ids) >= config.vocab_size:
             return f"token_ids must be in 0..{config.vocab_size - 1}"
-        if step.draft and tuple(tensor[1:].tolist()) != step.draft:
+        if step.draft and tuple(token_ids[1:]) != step.draft:
             return "the draft is not what token_ids ends with"
         return ""
     if tensor.ndim != 2 or tensor.shape[1] != config.hidden_size or tensor.dtype != np.float32:

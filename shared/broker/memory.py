@@ -92,7 +92,7 @@ class MemoryBroker:
 
     def take(self, timeout_s: float) -> Delivery | None:
         give_up_at_s = time.monotonic() + timeout_s
-        with self._arrived:
+        with self._hub.lock:
             while True:
                 next_expiry_s = self._hub.keep_time()
                 if self._closed:
