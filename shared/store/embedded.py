@@ -1,4 +1,4 @@
-"""A Redis inside this process, for the embedded mode and for tests. Knows no key and no value.
+"""A Redis inside this process, for embedded workers that share KV rows and for tests. Knows no key and no value.
 
 The only importer of fakeredis. The same store code and the same Lua scripts run on it.
 """
