@@ -10,10 +10,11 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shared.messages import FinishReason
 from shared.store.ledger_base import MAX_ERROR_CHARS, START, read_event_id
+from shared.store.ledger_entry import Entry, EventId, event_text
 from shared.store.ledger_types import (
     AlreadyCommitted,
     CommitResult,
@@ -26,14 +27,11 @@ from shared.store.ledger_types import (
     LedgerRecord,
     RequestState,
     Stale,
-    TokenEvent,
     Unknown,
 )
 
 RENEW_EVERY = 256  # tokens: a sign of life, as the first one is
 SWEEP_EVERY_S = 60.0
-
-EventId = tuple[int, int]  # position, number
 
 
 class MemoryLedger:
@@ -55,7 +53,7 @@ class MemoryLedger:
         self._finished_ttl_s = finished_ttl_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._readers: dict[str, _Readers] = {}
         self._sweep_at_s = clock() + SWEEP_EVERY_S
 
@@ -117,7 +115,7 @@ class MemoryLedger:
                 return Finished(entry.finish_reason)
             if position != committed + 1:
                 return Gap(committed)
-            entry.generated.extend(token_ids)
+            entry.generated += array("i", token_ids)
             entry.first = position
             passed = entry.committed // RENEW_EVERY - committed // RENEW_EVERY
             if finish is not None:
@@ -180,33 +178,33 @@ class MemoryLedger:
 
     # All below expect the caller to hold the lock.
 
-    def _entry(self, request_id: str) -> _Entry | None:
+    def _entry(self, request_id: str) -> Entry | None:
         entry = self._entries.get(request_id)
         if entry is not None and entry.expires_at_s <= self._clock():
             del self._entries[request_id]
             return None
         return entry
 
-    def _add(self, record: LedgerRecord, ttl_s: float) -> _Entry:
+    def _add(self, record: LedgerRecord, ttl_s: float) -> Entry:
         now_s = self._clock()
         if now_s >= self._sweep_at_s:
             self._sweep_at_s = now_s + SWEEP_EVERY_S
             self._entries = {k: e for k, e in self._entries.items() if e.expires_at_s > now_s}
-        entry = self._entries[record.request_id] = _Entry.of(record, expires_at_s=now_s + ttl_s)
+        entry = self._entries[record.request_id] = Entry.of(record, expires_at_s=now_s + ttl_s)
         return entry
 
     def _add_ended(self, record: LedgerRecord, event_id: EventId) -> None:
         """A record that holds nothing but its end."""
         entry = self._add(record, self._finished_ttl_s)
         entry.final_id = event_id
-        entry.final = FinalEvent(_text(event_id), FinishReason.ERROR, entry.error, 0, 0)
+        entry.final = FinalEvent(event_text(event_id), FinishReason.ERROR, entry.error, 0, 0)
         self._wake(record.request_id)
 
-    def _end(self, entry: _Entry, reason: FinishReason, error: str = "") -> None:
+    def _end(self, entry: Entry, reason: FinishReason, error: str = "") -> None:
         entry.finish_reason = reason
         entry.final_id = (entry.committed, 1)
         entry.final = FinalEvent(
-            _text(entry.final_id),
+            event_text(entry.final_id),
             reason,
             error,
             entry.num_prompt,
@@ -243,75 +241,3 @@ class _Readers:
 
     woken: threading.Condition
     num_waiting: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """One request: what it began with and what changed since.
-
-    `admitted` has no tokens: they are in `prompt`, in a tenth of the memory. `first` is where the
-    last commit began: what comes again begins there.
-    """
-
-    admitted: LedgerRecord
-    prompt: array[int]
-    generated: array[int]
-    epoch: int
-    first: int
-    finish_reason: FinishReason | None
-    error: str
-    num_cached: int
-    expires_at_s: float
-    final: FinalEvent | None = None
-    final_id: EventId = (0, 0)
-
-    @classmethod
-    def of(cls, record: LedgerRecord, *, expires_at_s: float) -> _Entry:
-        return cls(
-            admitted=replace(record, prompt_token_ids=()),
-            prompt=array("i", record.prompt_token_ids),
-            generated=array("i"),
-            epoch=record.epoch,
-            first=record.num_prompt_tokens - 1,
-            finish_reason=record.finish_reason,
-            error=record.error[:MAX_ERROR_CHARS],
-            num_cached=record.num_cached,
-            expires_at_s=expires_at_s,
-        )
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.prompt)
-
-    @property
-    def committed(self) -> int:
-        """The position of the last token that is known."""
-        return len(self.prompt) + len(self.generated) - 1
-
-    def as_record(self) -> LedgerRecord:
-        return replace(
-            self.admitted,
-            prompt_token_ids=tuple(self.prompt),
-            epoch=self.epoch,
-            committed_position=self.committed,
-            finish_reason=self.finish_reason,
-            error=self.error,
-            num_cached=self.num_cached,
-        )
-
-    def events(self, after: EventId, count: int) -> list[Event]:
-        """Up to `count` events after the one with the id `after`."""
-        start = max(0, after[0] + 1 - self.num_prompt)  # token ids end in 0: none lies between
-        events: list[Event] = [
-            TokenEvent(_text((position, 0)), position, token_id)
-            for position, token_id in enumerate(
-                self.generated[start : start + count], start + self.num_prompt
-            )
-        ]
-        if self.final is not None and len(events) < count and self.final_id > after:
-            events.append(self.final)
-        return events
-
-
-def _text(event_id: EventId) -> str:
-    return f"{event_id[0]}-{event_id[1]}"
