@@ -87,13 +87,21 @@ def forward(packed: PackedModel, sequences: list[list[int]]) -> Forward:
     return run
 
 
+@pytest.fixture(scope="module")
+def wanted(forward: Forward) -> Float64:
+    return forward(1, Wire.F32)
+
+
+def test_f32_costs_nothing(forward: Forward, wanted: Float64) -> None:
+    assert np.array_equal(forward(3, Wire.F32), wanted)
+
+
 @pytest.mark.parametrize(
-    ("wire", "max_mean_kl", "min_top1"), [(Wire.F16, 0.001, 0.99), (Wire.I8, 0.05, 0.9)]
+    ("wire", "max_mean_kl", "min_top1"), [(Wire.F16, 0.004, 0.96), (Wire.I8, 0.05, 0.9)]
 )
 def test_the_shorter_wires_cost_little(
-    forward: Forward, wire: Wire, max_mean_kl: float, min_top1: float
+    forward: Forward, wanted: Float64, wire: Wire, max_mean_kl: float, min_top1: float
 ) -> None:
-    wanted = forward(1, Wire.F32)
     for num_groups in NUM_GROUPS:
         mean_kl, top1 = mean_kl_and_top1(forward(num_groups, wire), wanted)
         print(
