@@ -28,7 +28,7 @@ from shared.store.kv_pages import KvPages
 from shared.store.memory_ledger import MemoryLedger
 from shared.store.prefix_pages import StoredPrefixes
 from shared.text.document import read_text_document
-from shared.topology import Layout, control_queues, even_layout, group_queues
+from shared.topology import Layout, Wire, control_queues, even_layout, group_queues
 
 TURN_S = 0.5
 # Who reads shares the cores with the kernel: reading each token alone cost 0.4 ms of it more.
@@ -52,11 +52,12 @@ class Engine:
         *,
         num_groups: int = 1,
         workers_per_group: int = 1,
+        wire: Wire = Wire.F32,
         limits: WorkerLimits = WorkerLimits(),
         prefix_bytes: int | None = PREFIX_BYTES,
     ) -> None:
         config = ModelConfig.from_dict(manifest.config)
-        layout = even_layout(manifest.model_id, config.num_hidden_layers, num_groups)
+        layout = even_layout(manifest.model_id, config.num_hidden_layers, num_groups, wire=wire)
         tokenizer, chat_template = read_text_document(bytes(read_shard("tokenizer")))
         self.model_id = manifest.model_id
         self.tokenizer = tokenizer

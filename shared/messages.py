@@ -133,12 +133,13 @@ class Request:
 class Step:
     """`step.v1`: work for one layer group, for T consecutive positions of one request.
 
-    For group 0 the tensors hold `token_ids` int32 (T,), for the others `hidden` float32 (T, D); a
-    message carries named tensors so that a hop can carry more than one later. `position` is that of
-    the first row. When `sample` is true the last row's logits give the token for position
-    `position + T`; the prompt's last chunk and every decode step say so. `max_position` is the last
-    position that a generated token may take. `deadline_unix_ms` 0 means none. `route[g]` is the
-    worker that last computed group g of this request, "" or missing if none is known; it is a hint.
+    For group 0 the tensors hold `token_ids` int32 (T,), for the others `hidden` (T, D), float32 or
+    what the layout's wire makes of it (`shared.wire`), with more tensors beside it if need be.
+    `position` is that of the first row. When `sample` is true the last row's logits give the token
+    for position `position + T`; the prompt's last chunk and every decode step say so.
+    `max_position` is the last position that a generated token may take. `deadline_unix_ms` 0 means
+    none. `route[g]` is the worker that last computed group g of this request, "" or missing if none
+    is known; it is a hint.
 
     With speculation it is a `step.v2`. `draft` are guessed tokens, whose rows follow one of a known
     token; each row is sampled as long as the token after it is the drafted one. `accepted` are the

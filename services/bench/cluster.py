@@ -39,6 +39,7 @@ from shared.store.presence import Presence
 from shared.store.raw import time_round_trips
 from shared.store.shards import ShardStore
 from shared.topology import Layout
+from shared.wire import row_bytes
 
 NUM_PING_PONGS = 200
 NUM_ROUND_TRIPS = 500
@@ -181,7 +182,7 @@ class _Rig:
         crew = enter(Crew(settings, self._logs))
         crew.run(
             "load", options.model, "--groups", str(self._num_groups),
-            "--queue-type", options.queue_type,
+            "--queue-type", options.queue_type, "--wire", options.wire,
         )  # fmt: skip
         stores, broker = enter(connections(settings))
         shards = ShardStore(stores.weights)
@@ -193,7 +194,7 @@ class _Rig:
                 f"--prompt-tokens and --tokens make {num_positions} positions, and the model has "
                 f"{self._config.max_position_embeddings}"
             )
-        self._body_bytes = 4 * self._config.hidden_size + FRAME_BYTES
+        self._body_bytes = row_bytes(options.wire, self._config.hidden_size) + FRAME_BYTES
         self._presence = Presence(stores.meta)
         self._producer = Producer(broker, Ledger(stores.meta))
         self._say(

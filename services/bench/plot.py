@@ -52,5 +52,6 @@ def draw(figures: ClusterFigures, path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.suptitle(f"{figures.model_id}, {figures.options.queue_type} queues")
+    options = figures.options
+    figure.suptitle(f"{figures.model_id}, {options.queue_type} queues, {options.wire} wire")
     figure.savefig(path, format="png")

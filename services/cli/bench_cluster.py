@@ -12,7 +12,7 @@ from services.cli.bench import AsJson, PeerModel, bench
 from services.cli.progress import Teller
 from services.cli.settings import DEFAULT_MODEL, load_config
 from shared.errors import ConfigError
-from shared.topology import QueueType
+from shared.topology import QueueType, Wire
 
 
 @bench.command()
@@ -36,6 +36,7 @@ def cluster(
     queue_type: Annotated[
         QueueType, typer.Option(help="Type of the step queues.")
     ] = QueueType.CLASSIC,
+    wire: Annotated[Wire, typer.Option(help="How hidden states travel.")] = Wire.F32,
     memory: Annotated[str, typer.Option(help="Memory of each worker.")] = "256MiB",
     peer_bin: Annotated[
         Path | None,
@@ -80,6 +81,7 @@ def cluster(
         rounds=rounds,
         memory=memory,
         queue_type=queue_type,
+        wire=wire,
         log_folder=logs,
     )
     if plot is not None:

@@ -2,7 +2,8 @@
 
 A turn runs one layer group over one batch. Decode steps go first, since someone waits for each;
 prefill slices fill what is left of the row budget, so a long prompt never blocks the others. A
-draft is cut where the budget ends, and left out where a step may have killed a worker.
+draft is cut where the budget ends, and left out where a step may have killed a worker. What is
+computed of a request in one turn goes on as one message, which has a limit of its own.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from shared.broker.base import Delivery
+from shared.broker.base import MAX_BODY_BYTES, Delivery
+from shared.errors import ModelError
 from shared.messages import Step
+
+# Of a step beside its hidden states: 1,024 names of workers on its route, stop tokens, ids.
+MAX_HEADER_BYTES = 256 << 10
 
 
 @dataclass(slots=True, eq=False)
@@ -90,16 +95,33 @@ class Slice:
         return replace(self, num_rows=self.num_rows - len(self.draft))
 
 
+def max_slice_rows(row_bytes: int) -> int:
+    """The rows whose message every broker of ours takes, at `row_bytes` of hidden state each.
+
+    Raises `ModelError` where not even one fits.
+    """
+    num_rows = (MAX_BODY_BYTES - MAX_HEADER_BYTES) // row_bytes
+    if num_rows < 1:
+        raise ModelError(
+            f"the hidden state of one position takes {row_bytes} bytes, and a message has "
+            f"{MAX_BODY_BYTES}",
+            remedy="load it with a shorter wire: cellpipe load MODEL --wire i8",
+        )
+    return num_rows
+
+
 def plan_batch(
     pending: Sequence[Pending],
     *,
     now_s: float,
     max_rows: int,
+    max_slice_rows: int,
     max_sequences: int,
     group_order: Sequence[int] = (),
     suspects_first: bool = True,
 ) -> list[Slice]:
-    """Choose the slices of the next turn: one group, one slice a request, at most `max_rows` rows.
+    """Choose the slices of the next turn: one group, one slice a request, at most `max_rows` rows
+    in all and `max_slice_rows` in one.
 
     A suspect has a turn to itself. A caller who turns `suspects_first` round after each turn lets
     neither them nor the others starve.
@@ -126,7 +148,7 @@ def plan_batch(
     for item in candidates[:max_sequences]:
         if rows_left == 0:
             break
-        num_rows = min(item.remaining, rows_left)
+        num_rows = min(item.remaining, rows_left, max_slice_rows)
         if item.step.draft and item.is_suspect:
             num_rows = 1
         slices.append(Slice(item, item.done, num_rows))

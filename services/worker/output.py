@@ -33,6 +33,7 @@ from shared.model.layer_group import LayerGroup
 from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger
 from shared.topology import Layout
+from shared.wire import encode_hidden
 
 FloatRows = npt.NDArray[np.float32]
 
@@ -87,9 +88,15 @@ class Output:
             confirm = self._sender.publish(following)
             reached(self._faults, Point.PUBLISH, slices)
         else:
+            encoded = encode_hidden(hidden, self._layout.wire).items()  # (R, ...) each
             confirm = self._sender.publish(
                 [
-                    self._routed(piece, next_group_step(piece, hidden[end - piece.num_rows : end]))
+                    self._routed(
+                        piece,
+                        next_group_step(
+                            piece, {n: t[end - piece.num_rows : end] for n, t in encoded}
+                        ),
+                    )
                     for piece, end in zip(slices, ends, strict=True)
                 ]
             )

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from services.worker.batch import Pending, Slice, plan_batch
+from services.worker.batch import Pending, Slice, max_slice_rows, plan_batch
 from services.worker.compute import forward_batch
 from services.worker.endings import Endings
 from services.worker.faults import Faults, Point, reached
@@ -47,6 +47,7 @@ from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger
 from shared.store.presence_types import WorkerInfo
 from shared.topology import Layout, group_queue, inbox_queue, inbox_spec
+from shared.wire import row_bytes
 
 log = structlog.get_logger()
 
@@ -105,6 +106,7 @@ class Worker:
         self._broker = broker
         self._ledger = ledger
         self._limits = limits
+        self._max_slice_rows = max_slice_rows(row_bytes(layout.wire, config.hidden_size))
         self._faults = faults
         self._computing: Callable[[], AbstractContextManager[None]] = (
             watchdog.computing if watchdog else nullcontext
@@ -243,6 +245,7 @@ class Worker:
             self._inbox.items(),
             now_s=self._clock(),
             max_rows=self._limits.max_batch_rows,
+            max_slice_rows=self._max_slice_rows,
             max_sequences=self._limits.max_batch_sequences,
             group_order=self._group_order,
             suspects_first=self._suspects_first,
@@ -284,7 +287,9 @@ class Worker:
         try:
             with self._computing():
                 reached(self._faults, Point.COMPUTE, slices)
-                hidden = forward_batch(self._layer_groups[group], slices, self._cache)  # (R, D)
+                hidden = forward_batch(  # (R, D)
+                    self._layer_groups[group], slices, self._cache, self._layout.wire
+                )
             self.stages.lap(COMPUTE)
             self._note_drafts(slices)
             self._output.pass_on(slices, hidden)

@@ -71,7 +71,7 @@ def test_every_load_has_its_figures_and_its_hops(tiny_gguf: Path) -> None:
     assert "round 1/1" in result.stderr
 
 
-def test_quorum_queues_and_a_peer(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_quorum_queues_a_short_wire_and_a_peer(tiny_gguf: Path, tmp_path: Path) -> None:
     for name, text in (
         ("llama-server", PEER),
         ("ggml-rpc-server", RPC),
@@ -82,13 +82,15 @@ def test_quorum_queues_and_a_peer(tiny_gguf: Path, tmp_path: Path) -> None:
 
     result = cellpipe(
         "bench", "cluster", "--model", str(tiny_gguf), "--concurrency", "2", "--tokens", "8",
-        "--rounds", "1", "--queue-type", "quorum", "--peer-bin", str(tmp_path), "--json",
+        "--rounds", "1", "--queue-type", "quorum", "--wire", "i8",
+        "--peer-bin", str(tmp_path), "--json",
         settings={"CELLPIPE_CACHE_DIR": str(tiny_gguf.parent)}, timeout_s=170,
     )  # fmt: skip
 
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
     assert figures["options"]["queue_type"] == "quorum"
+    assert figures["options"]["wire"] == "i8"
     assert figures["layouts"][0]["peer_bench_tokens_per_s"] == 1.5
     (point,) = figures["layouts"][0]["points"]
     assert point["peer"]["load"]["tokens_per_s"] > 0
