@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from shared.errors import RequestError
+from shared.errors import RequestError, StoreDamaged
 from shared.messages import FinishReason
-from shared.store.ledger_types import CommitResult, Event, LedgerRecord, RequestState
+from shared.store.ledger_types import Commit, CommitResult, Event, LedgerRecord, RequestState
 
 START = "0-0"  # before the first event
 MAX_ERROR_CHARS = 2000
@@ -37,6 +37,8 @@ class RequestLedger(Protocol):
         token_ids: Sequence[int],
         finish: FinishReason | None = None,
     ) -> CommitResult: ...
+
+    def commit_all(self, commits: Sequence[Commit]) -> list[CommitResult | StoreDamaged]: ...
 
     def finish(self, request_id: str, reason: FinishReason, error: str = "") -> bool: ...
 

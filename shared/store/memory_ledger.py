@@ -12,11 +12,13 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from shared.errors import StoreDamaged
 from shared.messages import FinishReason
 from shared.store.ledger_base import MAX_ERROR_CHARS, START, read_event_id
 from shared.store.ledger_entry import Entry, EventId, event_text
 from shared.store.ledger_types import (
     AlreadyCommitted,
+    Commit,
     CommitResult,
     Committed,
     Event,
@@ -124,6 +126,11 @@ class MemoryLedger:
                 entry.expires_at_s = self._clock() + self._running_ttl_s
             self._wake(request_id)
             return Committed()
+
+    def commit_all(self, commits: Sequence[Commit]) -> list[CommitResult | StoreDamaged]:
+        return [
+            self.commit(c.request_id, c.epoch, c.position, c.token_ids, c.finish) for c in commits
+        ]
 
     def finish(self, request_id: str, reason: FinishReason, error: str = "") -> bool:
         with self._lock:
