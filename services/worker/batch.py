@@ -1,8 +1,8 @@
 """Chooses what a worker computes next. Pure: knows no queue, clock or kernel.
 
 A turn runs one layer group over one batch. Decode steps go first, since someone waits for each;
-prefill slices fill what is left of the row budget, so a long prompt never blocks the others. A
-draft is cut where the budget ends, and left out where a step may have killed a worker.
+prefill slices fill what is left of the row budget (`pace.py` says how much of it is theirs), so a
+long prompt never blocks the others. A draft is cut where the budget ends, and left out where a step may have killed a worker.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class Pending:
     @property
     def remaining(self) -> int:
         return self.step.num_positions - self.done
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it is of a prompt, or what comes after a re-drive; a draft makes none."""
+        return self.step.end_position - self.step.position > 1
 
     def park(self, *, now_s: float, retry_s: float) -> float:
         """Look again in `retry_s`. Returns the seconds that it waits already."""
@@ -96,10 +101,14 @@ def plan_batch(
     now_s: float,
     max_rows: int,
     max_sequences: int,
+    max_prefill_rows: int | None = None,
     group_order: Sequence[int] = (),
     suspects_first: bool = True,
 ) -> list[Slice]:
     """Choose the slices of the next turn: one group, one slice a request, at most `max_rows` rows.
+
+    Of those at most `max_prefill_rows` are of prompts, or half as many again where a slice would
+    leave a rest that is not worth a turn.
 
     A suspect has a turn to itself. A caller who turns `suspects_first` round after each turn lets
     neither them nor the others starve.
@@ -120,15 +129,21 @@ def plan_batch(
     elif suspects:
         candidates = [item for item in candidates if not item.is_suspect]
     # sorted is stable: arrival order holds within decode steps and within prefill.
-    candidates.sort(key=lambda item: item.step.end_position - item.step.position > 1)
+    candidates.sort(key=lambda item: item.is_prefill)
     slices: list[Slice] = []
     rows_left = max_rows
+    prefill_left = max_rows if max_prefill_rows is None else max_prefill_rows
     for item in candidates[:max_sequences]:
-        if rows_left == 0:
+        if item.is_prefill:
+            whole = item.remaining <= prefill_left + prefill_left // 2
+            num_rows = min(item.remaining if whole else prefill_left, rows_left)
+            prefill_left = max(0, prefill_left - num_rows)
+        elif item.step.draft and item.is_suspect:
+            num_rows = min(1, rows_left)
+        else:
+            num_rows = min(item.remaining, rows_left)
+        if num_rows == 0:
             break
-        num_rows = min(item.remaining, rows_left)
-        if item.step.draft and item.is_suspect:
-            num_rows = 1
         slices.append(Slice(item, item.done, num_rows))
         rows_left -= num_rows
     return slices

@@ -26,6 +26,7 @@ from services.worker.faults import Faults, Point, reached
 from services.worker.inbox import Inbox
 from services.worker.limits import WorkerLimits
 from services.worker.output import Output
+from services.worker.pace import Pace
 from services.worker.quarantine import Quarantine
 from services.worker.readiness import Readiness, unix_ms
 from services.worker.sender import Sender
@@ -136,6 +137,7 @@ class Worker:
             unix_ms=unix_ms,
         )
         self._suspects_first = True
+        self._pace = Pace()
         self._endings = Endings(
             self._inbox,
             ledger,
@@ -239,10 +241,12 @@ class Worker:
         the broker after a back-off; nothing is raised for them.
         """
         self._inbox.receive(timeout_s, now_s=self._clock())
+        now_s, max_rows = self._clock(), self._limits.max_batch_rows
         slices = plan_batch(
             self._inbox.items(),
-            now_s=self._clock(),
-            max_rows=self._limits.max_batch_rows,
+            now_s=now_s,
+            max_rows=max_rows,
+            max_prefill_rows=self._pace.prefill_rows(self._inbox, now_s=now_s, max_rows=max_rows),
             max_sequences=self._limits.max_batch_sequences,
             group_order=self._group_order,
             suspects_first=self._suspects_first,
@@ -295,6 +299,7 @@ class Worker:
         self.stages.end(slices)
         now_s = self._clock()
         self.turn_s += TURN_WEIGHT * (now_s - started_s - self.turn_s)
+        self._pace.note(slices, now_s - started_s)
         log.debug(
             "batch_done",
             group=group,
