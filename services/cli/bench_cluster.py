@@ -10,7 +10,7 @@ import typer
 
 from services.cli.bench import AsJson, PeerModel, bench
 from services.cli.progress import Teller
-from services.cli.settings import DEFAULT_MODEL, load_config
+from services.cli.settings import DEFAULT_MODEL, load_config, numbers
 from shared.errors import ConfigError
 from shared.topology import QueueType
 
@@ -90,10 +90,10 @@ def cluster(
     config = load_config(quiet=True)
     options = ClusterOptions(
         model=model,
-        num_groups=_numbers(groups, field="--groups"),
+        num_groups=numbers(groups, field="--groups"),
         workers_per_group=workers,
         threads=threads,
-        concurrency=_numbers(
+        concurrency=numbers(
             concurrency or ("8" if mixed else "1,4,16,32"), field="--concurrency", most=256
         ),
         num_tokens=tokens,
@@ -126,14 +126,3 @@ def cluster(
 def _print(as_json: bool, shown: dict[str, Any], lines: list[str]) -> None:
     for line in [json.dumps(shown)] if as_json else lines:
         typer.echo(line)
-
-
-def _numbers(text: str, *, field: str, most: int = 1024) -> tuple[int, ...]:
-    """1,4,16 as numbers, each once, in their order. Raises `ConfigError` naming the field."""
-    pieces = text.replace(" ", "").split(",")
-    if not all(piece.isascii() and piece.isdigit() for piece in pieces):
-        raise ConfigError(f"{field} must be numbers such as 1,4,16, got {text!r}")
-    numbers = tuple(dict.fromkeys(map(int, pieces)))
-    if not all(1 <= number <= most for number in numbers):
-        raise ConfigError(f"{field} must be in 1..{most}, got {text!r}")
-    return numbers

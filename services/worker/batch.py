@@ -2,12 +2,14 @@
 
 A turn runs one layer group over one batch. Decode steps go first, since someone waits for each;
 prefill slices fill what is left of the row budget (`pace.py` says how much of it is theirs), so a
-long prompt never blocks the others. A draft is cut where the budget ends, and left out where a step may have killed a worker.
+long prompt never blocks the others. A draft is cut where the budget ends, and left out where a step
+may have killed a worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shared.broker.base import Delivery
@@ -73,6 +75,11 @@ class Slice:
         return self.pending.step.position + self.start
 
     @property
+    def end_position(self) -> int:
+        """The position after its last row."""
+        return self.position + self.num_rows
+
+    @property
     def draft(self) -> tuple[int, ...]:
         """The guessed tokens among its rows, which are the last ones."""
         return self.pending.step.draft[: self.num_rows - 1]
@@ -102,6 +109,7 @@ def plan_batch(
     max_rows: int,
     max_sequences: int,
     max_prefill_rows: int | None = None,
+    max_positions: Mapping[int, int] | None = None,
     group_order: Sequence[int] = (),
     suspects_first: bool = True,
 ) -> list[Slice]:
@@ -109,6 +117,9 @@ def plan_batch(
 
     Of those at most `max_prefill_rows` are of prompts, or half as many again where a slice would
     leave a rest that is not worth a turn.
+
+    The positions that its sequences hold by its end are at most `max_positions` of the group, or
+    those of the first alone. None is no bound.
 
     A suspect has a turn to itself. A caller who turns `suspects_first` round after each turn lets
     neither them nor the others starve.
@@ -133,6 +144,7 @@ def plan_batch(
     slices: list[Slice] = []
     rows_left = max_rows
     prefill_left = max_rows if max_prefill_rows is None else max_prefill_rows
+    room = math.inf if max_positions is None else max_positions[group]
     for item in candidates[:max_sequences]:
         if item.is_prefill:
             whole = item.remaining <= prefill_left + prefill_left // 2
@@ -142,9 +154,11 @@ def plan_batch(
             num_rows = min(1, rows_left)
         else:
             num_rows = min(item.remaining, rows_left)
-        if num_rows == 0:
+        piece = Slice(item, item.done, num_rows)
+        if num_rows == 0 or (slices and piece.end_position > room):
             break
-        slices.append(Slice(item, item.done, num_rows))
+        slices.append(piece)
+        room -= piece.end_position
         rows_left -= num_rows
     return slices
 

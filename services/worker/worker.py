@@ -102,6 +102,8 @@ class Worker:
         self._layout = layout
         self._config = config
         self._layer_groups: dict[int, LayerGroup] = {}
+        # By group, what the KV cache holds. Rows that are nowhere else stay, whatever the bound.
+        self._max_positions: dict[int, int] | None = None if kv_pages is None else {}
         self._group_order: list[int] = []  # the one that waits longest for a turn first
         self._broker = broker
         self._ledger = ledger
@@ -187,6 +189,10 @@ class Worker:
         return tuple(sorted(self._layer_groups))
 
     @property
+    def kv_cache_bytes(self) -> int:
+        return self._limits.kv_cache_bytes
+
+    @property
     def num_pending(self) -> int:
         """Steps that were received and are not settled."""
         return len(self._inbox)
@@ -199,6 +205,9 @@ class Worker:
         """Serve one more group from now on."""
         self._layer_groups[group] = layer_group
         self._group_order.append(group)
+        if self._max_positions is not None:
+            row_bytes = layer_group.new_cache().row_bytes
+            self._max_positions[group] = self._limits.kv_cache_bytes // row_bytes
         self._consume(group)
 
     def drop_group(self, group: int) -> None:
@@ -248,6 +257,7 @@ class Worker:
             max_rows=max_rows,
             max_prefill_rows=self._pace.prefill_rows(self._inbox, now_s=now_s, max_rows=max_rows),
             max_sequences=self._limits.max_batch_sequences,
+            max_positions=self._max_positions,
             group_order=self._group_order,
             suspects_first=self._suspects_first,
         )
@@ -279,6 +289,7 @@ class Worker:
 
     def _run(self, slices: Sequence[Slice]) -> int:
         self.stages.begin()
+        self._pool.make_room([(p.group, p.request_id, p.end_position) for p in slices])
         slices = self._readiness.ready(slices)
         self.stages.lap(PREPARE)
         if not slices:
