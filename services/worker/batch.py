@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shared.broker.base import Delivery
+from shared.broker.base import Confirm, Delivery
 from shared.messages import Step
 
 
@@ -23,7 +23,8 @@ class Pending:
     While its KV rows are missing it is parked: `retry_at_s` (monotonic) says when to look again,
     `parked_since_s` since when it waits. A suspect is computed alone: it may have killed the worker
     that had it before. `is_marked` says that the store knows of the attempt, `suspected_since_s`
-    since when it waits to be told whether others died of it. `decode_ns` is what it took to read.
+    since when it waits to be told whether others died of it. `decode_ns` is what it took to read,
+    `unconfirmed` is of the slice before, if nobody has waited for it.
     """
 
     delivery: Delivery
@@ -35,6 +36,7 @@ class Pending:
     is_marked: bool = False
     suspected_since_s: float | None = None
     decode_ns: int = 0
+    unconfirmed: Confirm | None = None
 
     @property
     def remaining(self) -> int:
