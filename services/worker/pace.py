@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 
 from services.worker.batch import Pending, Slice
 
-# 8 streams and a prompt of 512 on 2 cores: at 1 the prompt took 1.6 times its time alone, at 2 it
-# took 1.4, and the streams' p95 between two tokens was below 3 times theirs alone.
+# 8 streams and a prompt of 512 on 2 busy cores, medians of `bench cluster --mixed`: at 2.0 a prompt
+# took 1.4 to 1.7 times its time alone and the streams' p95 between two tokens 2.0 to 2.5 times
+# theirs; at 2.5 it was 1.2 to 1.9 and 2.7 to 2.9.
 DECODE_TURNS = 2.5
 TILE_ROWS = 8  # with 8 decode steps a batch fills tiles of 16
 MIN_ROWS = 16
