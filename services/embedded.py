@@ -98,7 +98,7 @@ class Engine:
                 worker = Worker(
                     layout=layout,
                     config=config,
-                    layer_groups={group: _load(manifest, layout, group, read_shard, backend)},
+                    layer_groups={group: load_group(manifest, layout, group, read_shard, backend)},
                     broker=self._broker(),
                     ledger=ledger,
                     kv_pages=kv_pages,
@@ -158,13 +158,14 @@ class Engine:
             raise
 
 
-def _load(
+def load_group(
     manifest: Manifest,
     layout: Layout,
     group: int,
     read_shard: ReadShard,
     backend: KernelBackend,
 ) -> LayerGroup:
+    """A group of a layout, with its own ends alone. Raises what `LayerGroup.load` does."""
     first, end = layout.bounds[group]
     return LayerGroup.load(
         ModelConfig.from_dict(manifest.config),

@@ -189,6 +189,7 @@ class Rig:
         prefix_pages: Any = None,
         draw_seed: Callable[[str], int] = lambda _: 99,
         limits: SchedulerLimits = SchedulerLimits(),
+        peers: Callable[[], Sequence[WorkerInfo]] | None = None,
     ) -> Scheduler:
         broker = broker or self.new_broker()
         scheduler = Scheduler(
@@ -200,7 +201,7 @@ class Rig:
             kv_pages=kv_pages or self._shared_pages,
             prefix_pages=prefix_pages or self._prefix_pages(),
             coverage=lambda: self.coverage,
-            peers=self.read_peers,
+            peers=peers or self.read_peers,
             draw_seed=draw_seed,
             limits=limits,
             clock=self.clock,

@@ -74,7 +74,8 @@ class Output:
     def pass_on(self, slices: Sequence[Slice], hidden: FloatRows) -> None:
         """Store the KV rows of slices of one group, commit their tokens, send what follows.
 
-        `hidden` (R, D) are their output rows. When it returns all of it is in store and queue. May
+        `hidden` (R, D) are their output rows. When it returns all of it is in store and queue,
+        but for slices that complete no step: theirs are when the next one's are. May
         be repeated after any error: `KernelError`, which comes before anything was sent, and
         `TransientError`.
         """
@@ -103,10 +104,27 @@ class Output:
             reached(self._faults, Point.PUBLISH, slices)
             self._stages.lap(CONFIRM)
             self._write_rows(slices)  # beside the publish: both end before the ack
-        if confirm is not None:
-            confirm.wait(self._confirm_timeout_s)
+        self._wait(slices, confirm)
         self._stages.lap(CONFIRM)
         reached(self._faults, Point.CONFIRM, slices)
+
+    def _wait(self, slices: Sequence[Slice], confirm: Confirm | None) -> None:
+        """Wait for what these slices and those before them have sent.
+
+        Where none completes its step, nothing is acked for now: the next slice is computed
+        meanwhile, and its turn waits. What goes wrong is then raised there, with the same delivery.
+        """
+        for piece in slices:
+            if piece.pending.unconfirmed is not None:
+                piece.pending.unconfirmed.wait(self._confirm_timeout_s)
+                piece.pending.unconfirmed = None
+        if confirm is None:
+            return
+        if any(piece.completes for piece in slices):
+            confirm.wait(self._confirm_timeout_s)
+            return
+        for piece in slices:
+            piece.pending.unconfirmed = confirm
 
     def _write_rows(self, slices: Sequence[Slice]) -> None:
         if self._kv_pages is not None:

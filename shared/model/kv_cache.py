@@ -43,6 +43,10 @@ class SequenceCache:
         """Bytes of the pages that exist."""
         return len(self.pages) * self.page_bytes
 
+    def bytes_for(self, end_position: int) -> int:
+        """Bytes of the pages of positions 0..end_position-1."""
+        return -(-end_position // PAGE_POSITIONS) * self.page_bytes
+
     def adopt_pages(self, pages: Sequence[Page]) -> None:
         """Begin with full pages that other sequences hold too; nobody writes to them again."""
         assert not self.pages, "only a new cache begins with pages of others"

@@ -19,7 +19,7 @@ from services.bench.options import (
 )
 from services.bench.plot import check_plot, draw
 from services.bench.report import plot_lines, to_dict, to_lines
-from services.cli.bench_cluster import _numbers
+from services.cli.settings import numbers
 from shared.errors import ConfigError
 from shared.store.presence_types import STAGES, WorkerInfo
 from shared.topology import Wire
@@ -184,7 +184,7 @@ def test_a_peer_without_its_binaries_is_refused_before_anything_starts(tmp_path:
 
 
 def test_lists_of_numbers_are_read_strictly() -> None:
-    assert _numbers("1, 4,16,4", field="--concurrency") == (1, 4, 16)
+    assert numbers("1, 4,16,4", field="--concurrency") == (1, 4, 16)
     for text in ("", "1,,2", "0", "-1", "two", "257", "²"):
         with pytest.raises(ConfigError, match="--concurrency"):
-            _numbers(text, field="--concurrency", most=256)
+            numbers(text, field="--concurrency", most=256)

@@ -160,3 +160,19 @@ def test_a_parked_suspect_does_not_keep_other_suspects_waiting() -> None:
     (piece,) = plan([parked, other], now_s=2.0)
 
     assert piece.request_id == "b"
+
+
+def test_the_sequences_of_a_turn_fit_into_the_cache_together() -> None:
+    items = [make_pending(name, position=position) for name, position in
+             (("a", 49), ("b", 29), ("c", 19))]  # fmt: skip
+
+    def names(max_positions: int) -> list[str]:
+        slices = plan_batch(
+            items, now_s=0.0, max_rows=8, max_sequences=4, max_positions={1: max_positions}
+        )
+        return [piece.request_id for piece in slices]
+
+    assert names(100) == ["a", "b", "c"]
+    assert names(99) == ["a", "b"]
+    assert names(79) == ["a"]
+    assert names(0) == ["a"]  # or it would wait for ever
