@@ -10,7 +10,7 @@ from shared import codec
 from shared.broker.base import Broker, Outgoing
 from shared.errors import Overloaded, PublishRefused, RequestError, TransientError
 from shared.messages import FinishReason, Request
-from shared.store.ledger import START, Ledger
+from shared.store.ledger_base import START, RequestLedger
 from shared.store.ledger_types import Event, FinalEvent
 from shared.topology import REQUESTS_QUEUE
 
@@ -39,7 +39,7 @@ class Producer:
     `gather_s` is how long `events` waits after each read, so that a read brings several tokens.
     """
 
-    def __init__(self, broker: Broker, ledger: Ledger, *, gather_s: float = 0.0) -> None:
+    def __init__(self, broker: Broker, ledger: RequestLedger, *, gather_s: float = 0.0) -> None:
         self._broker = broker
         self._ledger = ledger
         self._gather_s = gather_s

@@ -125,6 +125,7 @@ def _embedded_backend(engine: Engine) -> Backend:
     from services.embedded import GATHER_S
     from services.gateway.backend import Backend
     from shared.store.completions import Completions
+    from shared.store.connection import connect
 
     def problem() -> str:
         return "" if engine.is_alive else "the pipeline has failed"
@@ -132,7 +133,7 @@ def _embedded_backend(engine: Engine) -> Backend:
     return Backend(
         producer=engine.producer,
         ledger=engine.ledger,
-        completions=Completions(engine.meta),
+        completions=Completions(connect("memory://").meta),
         tokenizer=engine.tokenizer,
         chat_template=engine.chat_template,
         model_id=engine.model_id,

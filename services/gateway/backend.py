@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared.producer import Producer
 from shared.store.completions import Completions
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 from shared.text.chat_template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ class Backend:
     """
 
     producer: Producer
-    ledger: Ledger
+    ledger: RequestLedger
     completions: Completions
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None

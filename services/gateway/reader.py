@@ -14,7 +14,7 @@ import structlog
 
 from shared.backoff import Backoff
 from shared.errors import CellpipeError, TransientError
-from shared.store.ledger import START, Ledger
+from shared.store.ledger_base import START, RequestLedger
 from shared.store.ledger_types import Event, FinalEvent
 
 log = structlog.get_logger()
@@ -64,7 +64,7 @@ class Feed:
 class EventReader:
     """One thread. `gather_s` is its pause after each read that brought something."""
 
-    def __init__(self, ledger: Ledger, *, gather_s: float) -> None:
+    def __init__(self, ledger: RequestLedger, *, gather_s: float) -> None:
         self._ledger = ledger
         self._gather_s = gather_s
         self._feeds: set[Feed] = set()

@@ -11,13 +11,16 @@ from services.scheduler.held import Held
 class KvBudget:
     """What the requests of one scheduler may write in all, and how many there may be.
 
-    None is no limit.
+    None is no limit. `worker_bytes` is what the workers' memory holds: there rows count that are
+    shared in the store, since each request has its own copy.
     """
 
     def __init__(self, max_bytes: int | None, max_requests: int | None = None) -> None:
         self.max_bytes = max_bytes
         self._max_requests = max_requests
+        self.worker_bytes: int | None = None
         self._reserved: dict[str, int] = {}
+        self._held: dict[str, int] = {}
 
     @property
     def reserved_bytes(self) -> int:
@@ -27,14 +30,23 @@ class KvBudget:
         """Whether there is room for one more request, of so many bytes."""
         if self._max_requests is not None and len(self._reserved) >= self._max_requests:
             return False
+        held_bytes = sum(self._held.values())
+        # One alone runs whatever a worker that left has taken with it: the others wait behind it.
+        if self.worker_bytes is not None and 0 < held_bytes > self.worker_bytes - num_bytes:
+            return False
         return self.max_bytes is None or self.reserved_bytes + num_bytes <= self.max_bytes
 
-    def reserve(self, request_id: str, num_bytes: int) -> None:
-        """Take the bytes, over the limit if need be: for what another scheduler let in."""
+    def reserve(self, request_id: str, num_bytes: int, *, shared_bytes: int = 0) -> None:
+        """Take the bytes, over the limit if need be: for what another scheduler let in.
+
+        `shared_bytes` are beside them, in the workers' memory alone.
+        """
         self._reserved[request_id] = num_bytes
+        self._held[request_id] = num_bytes + shared_bytes
 
     def release(self, request_id: str) -> None:
         self._reserved.pop(request_id, None)
+        self._held.pop(request_id, None)
 
 
 class WaitingRoom:
@@ -75,4 +87,5 @@ class WaitingRoom:
     def reserve(self, request_id: str, held: Held) -> None:
         """Take the bytes of the rows of its own. Those that it shares have a budget of theirs."""
         shared_bytes = held.num_cached * self._bytes_per_position
-        self._budget.reserve(request_id, held.kv_bytes - shared_bytes)
+        own_bytes = held.kv_bytes - shared_bytes
+        self._budget.reserve(request_id, own_bytes, shared_bytes=shared_bytes)

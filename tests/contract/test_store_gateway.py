@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
 import pytest
 
 from shared.errors import RequestError, StoreDamaged
@@ -9,15 +13,16 @@ from shared.messages import FinishReason
 from shared.store import keys
 from shared.store.completions import Completions
 from shared.store.connection import Stores
-from shared.store.ledger import START, Ledger
+from shared.store.ledger import Ledger
+from shared.store.ledger_base import START, RequestLedger
 from shared.store.ledger_types import FinalEvent, LedgerRecord, TokenEvent
+from shared.store.memory_ledger import MemoryLedger
+from tests.contract.conftest import open_stores
 from tests.rig import GREEDY
 
 
-@pytest.fixture
-def ledger(stores: Stores) -> Ledger:
+def admit_three(ledger: RequestLedger) -> RequestLedger:
     """Requests a, b and c; a and b have tokens."""
-    ledger = Ledger(stores.meta)
     for name in ("a", "b", "c"):
         assert ledger.admit(LedgerRecord(name, "m@0", "l", (1, 2), GREEDY, max_position=9))
     ledger.commit("a", 0, 2, [7, 8, 9])
@@ -26,7 +31,17 @@ def ledger(stores: Stores) -> Ledger:
     return ledger
 
 
-def test_each_request_is_read_from_its_own_place(ledger: Ledger) -> None:
+@pytest.fixture(params=["process", "memory", pytest.param("redis", marks=pytest.mark.servers)])
+def ledger(request: pytest.FixtureRequest) -> Iterator[RequestLedger]:
+    with ExitStack() as stack:
+        if request.param == "process":
+            yield admit_three(MemoryLedger())
+        else:
+            stores = stack.enter_context(open_stores(request.param, request))
+            yield admit_three(Ledger(stores.meta))
+
+
+def test_each_request_is_read_from_its_own_place(ledger: RequestLedger) -> None:
     found = ledger.events_of({"a": "3-0", "b": START, "c": START})
 
     assert [e.token_id for e in found["a"] if isinstance(e, TokenEvent)] == [9]
@@ -34,14 +49,24 @@ def test_each_request_is_read_from_its_own_place(ledger: Ledger) -> None:
     assert set(found) == {"a", "b"}, "of c there is nothing yet"
 
 
-def test_a_wait_ends_without_events(ledger: Ledger) -> None:
+def test_a_wait_ends_without_events(ledger: RequestLedger) -> None:
     assert ledger.events_of({"c": START}, block_ms=5) == {}
     assert ledger.events_of({}) == {}
 
 
-def test_one_that_cannot_be_read_has_failed_and_the_others_are_read(
-    ledger: Ledger, stores: Stores
-) -> None:
+def test_a_wait_ends_with_the_first_event_of_any(ledger: RequestLedger) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(ledger.events_of, {"a": "4-0", "c": START}, block_ms=2_000)
+        ledger.commit("c", 0, 2, [6])
+
+        (event,) = reading.result()["c"]
+
+    assert isinstance(event, TokenEvent)
+    assert event.token_id == 6
+
+
+def test_one_that_cannot_be_read_has_failed_and_the_others_are_read(stores: Stores) -> None:
+    ledger = admit_three(Ledger(stores.meta))
     is_real = stores.meta.name != "memory"  # the other one does not look at types
     stores.meta.run(("XADD", keys.events("c"), "2-0", "garbage", "x"))
     if is_real:
@@ -56,7 +81,7 @@ def test_one_that_cannot_be_read_has_failed_and_the_others_are_read(
         assert event.finish_reason is FinishReason.ERROR
 
 
-def test_a_malformed_place_is_refused(ledger: Ledger) -> None:
+def test_a_malformed_place_is_refused(ledger: RequestLedger) -> None:
     with pytest.raises(RequestError, match="event id"):
         ledger.events_of({"a": "$"})
 
