@@ -47,7 +47,7 @@ from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
 from shared.store.ledger_types import LedgerRecord
 from shared.store.presence_types import WorkerInfo
-from shared.topology import REQUESTS_QUEUE
+from shared.topology import BATCH_QUEUE, REQUESTS_QUEUE
 
 log = structlog.get_logger()
 
@@ -56,7 +56,7 @@ MAX_PREFETCH = 65_535  # of AMQP
 
 
 class Scheduler:
-    """Serves the requests queue for one model.
+    """Serves the request queues for one model.
 
     `draw_seed` gives a seed to a request that has none, by its id. `coverage()` gives the number of
     live workers of each group, `peers()` what they tell of themselves. `kv_pages` None is the
@@ -120,6 +120,7 @@ class Scheduler:
         # Those that only settle must not keep others from running.
         prefetch = limits.max_in_flight * (2 if limits.settle_after_s else 1)
         broker.consume(REQUESTS_QUEUE, prefetch=min(prefetch, MAX_PREFETCH))
+        broker.consume(BATCH_QUEUE, prefetch=min((prefetch + 1) // 2, MAX_PREFETCH))
 
     @property
     def num_in_flight(self) -> int:
@@ -150,6 +151,10 @@ class Scheduler:
         try:
             if delivery is not None:
                 self._admit(delivery)
+            if delivery is None or delivery.queue == BATCH_QUEUE:
+                # Before this turn's answers make room: whoever waits in the first queue comes with
+                # the ack of one, and is to have it.
+                self._waiting_room.let_in_batch(self._held)
         except TransientError as error:
             failures.append(str(error))
         try:  # a store too full to admit one more must not keep others from their answers
@@ -260,11 +265,11 @@ class Scheduler:
         *,
         is_new: bool = False,
     ) -> Held:
-        held = Held(self._clock(), is_new=is_new)
+        held = Held(self._clock(), is_new=is_new, is_batch=delivery.queue == BATCH_QUEUE)
         if record is not None and record.finish_reason is None:
             held.running = self._redriver.watch(record, is_new=is_new, now_s=held.started_s)
             held.kv_bytes = kv_bytes(plan_of(record), self._model.config)
-            self._waiting_room.enter(request_id)
+            self._waiting_room.enter(request_id, is_batch=held.is_batch)
         self._held[request_id] = held
         held.add(delivery)
         return held

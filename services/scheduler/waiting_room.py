@@ -11,36 +11,49 @@ from services.scheduler.held import Held
 class KvBudget:
     """What the requests of one scheduler may write in all, and how many there may be.
 
-    None is no limit.
+    None is no limit. Those of batches have at most half of it, so that whoever waits for an answer
+    finds room at once; a single one may have more.
     """
 
     def __init__(self, max_bytes: int | None, max_requests: int | None = None) -> None:
         self.max_bytes = max_bytes
         self._max_requests = max_requests
         self._reserved: dict[str, int] = {}
+        self._batch: set[str] = set()  # those of the reserved that are of batches
 
     @property
     def reserved_bytes(self) -> int:
         return sum(self._reserved.values())
 
-    def fits(self, num_bytes: int) -> bool:
+    def fits(self, num_bytes: int, *, is_batch: bool = False) -> bool:
         """Whether there is room for one more request, of so many bytes."""
         if self._max_requests is not None and len(self._reserved) >= self._max_requests:
             return False
-        return self.max_bytes is None or self.reserved_bytes + num_bytes <= self.max_bytes
+        if self.max_bytes is not None and self.reserved_bytes + num_bytes > self.max_bytes:
+            return False
+        return not (is_batch and self._batch) or self._fits_half(num_bytes)
 
-    def reserve(self, request_id: str, num_bytes: int) -> None:
+    def reserve(self, request_id: str, num_bytes: int, *, is_batch: bool = False) -> None:
         """Take the bytes, over the limit if need be: for what another scheduler let in."""
         self._reserved[request_id] = num_bytes
+        if is_batch:
+            self._batch.add(request_id)
 
     def release(self, request_id: str) -> None:
         self._reserved.pop(request_id, None)
+        self._batch.discard(request_id)
+
+    def _fits_half(self, num_bytes: int) -> bool:
+        if self._max_requests is not None and len(self._batch) >= self._max_requests // 2:
+            return False
+        batch_bytes = sum(self._reserved[request_id] for request_id in self._batch)
+        return self.max_bytes is None or batch_bytes + num_bytes <= self.max_bytes // 2
 
 
 class WaitingRoom:
     """The requests that are admitted, in order; `start` sends the first step of one.
 
-    Those behind a big one wait too, or it would starve.
+    Those behind a big one wait too, or it would starve. Those of batches wait until no other does.
     """
 
     def __init__(
@@ -49,30 +62,42 @@ class WaitingRoom:
         self._budget = budget
         self._bytes_per_position = bytes_per_position
         self._start = start
-        self._order: deque[str] = deque()
+        self._first: deque[str] = deque()
+        self._batch: deque[str] = deque()
 
-    def enter(self, request_id: str) -> None:
-        self._order.append(request_id)
+    def enter(self, request_id: str, *, is_batch: bool = False) -> None:
+        (self._batch if is_batch else self._first).append(request_id)
 
     def let_in(self, in_flight: Mapping[str, Held]) -> None:
         """Reserve room for those that come next, and start those that wait.
 
         One that runs already, started by another scheduler, has its room whether it fits or not.
-        Raises what `start` does; the request is still the next one then.
+        Those of batches stay. Raises what `start` does; the request is still the next one then.
         """
-        while self._order:
-            request_id = self._order[0]
+        self._empty(self._first, in_flight)
+
+    def let_in_batch(self, in_flight: Mapping[str, Held]) -> None:
+        """The same for those of batches, if no other waits."""
+        if self._empty(self._first, in_flight):
+            self._empty(self._batch, in_flight)
+
+    def _empty(self, order: deque[str], in_flight: Mapping[str, Held]) -> bool:
+        """Let in the requests of one lane; whether none of them waits any more."""
+        while order:
+            request_id = order[0]
             held = in_flight.get(request_id)
             if held is not None and held.running is not None:
                 if held.is_waiting:
-                    if not self._budget.fits(held.kv_bytes):
-                        return
+                    if not self._budget.fits(held.kv_bytes, is_batch=held.is_batch):
+                        return False
                     self._start(request_id, held)
                     held.is_waiting = False
                 self.reserve(request_id, held)
-            self._order.popleft()
+            order.popleft()
+        return True
 
     def reserve(self, request_id: str, held: Held) -> None:
         """Take the bytes of the rows of its own. Those that it shares have a budget of theirs."""
         shared_bytes = held.num_cached * self._bytes_per_position
-        self._budget.reserve(request_id, held.kv_bytes - shared_bytes)
+        own_bytes = held.kv_bytes - shared_bytes
+        self._budget.reserve(request_id, own_bytes, is_batch=held.is_batch)
