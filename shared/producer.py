@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import NoReturn
 
@@ -39,7 +39,7 @@ from shared.errors import (
 )
 from shared.messages import FinishReason, Reply, Request
 from shared.store.ledger import START, Ledger
-from shared.store.ledger_types import Event, FinalEvent, TokenEvent
+from shared.store.ledger_types import Event, FinalEvent, RequestState, TokenEvent
 from shared.text.detokenizer import Detokenizer
 from shared.text.tokenizer import Tokenizer
 from shared.topology import BATCH_QUEUE, REQUESTS_QUEUE, control_queues
@@ -190,6 +190,10 @@ class Producer:
                 after = event.event_id
             if not events and left_s <= 0:
                 self._raise_unfinished(request_id, len(token_ids))
+
+    def states(self, request_ids: Iterable[str]) -> dict[str, RequestState]:
+        """How far those requests are that a scheduler has admitted, in one round trip."""
+        return self._ledger.states(request_ids)
 
     def cancel(self, request_id: str) -> None:
         """End a request from outside; nothing happens if it has ended.
