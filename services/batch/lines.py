@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +72,15 @@ class BatchInput:
                         remedy="each needs one of its own: it names the line of the answer",
                     )
 
-    def read(self, entry: Entry, *, chat_max_tokens: int) -> Line:
-        """What a line asks for."""
+    def read(self, entry: Entry, *, chat_max_tokens: int, own_name: str = "") -> Line:
+        """What a line asks for. A body may call the served model by `own_name` too."""
         with self._path.open("rb") as file:
             file.seek(entry.offset)
             text = file.read(entry.num_bytes)
-        return read_line(entry, text, chat_max_tokens=chat_max_tokens)
+        line = read_line(entry, text, chat_max_tokens=chat_max_tokens)
+        if own_name and line.request is not None and line.request.model == own_name:
+            line = replace(line, request=replace(line.request, model=""))
+        return line
 
 
 def read_line(entry: Entry, text: bytes, *, chat_max_tokens: int) -> Line:

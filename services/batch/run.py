@@ -35,7 +35,6 @@ class BatchLimits:
     """`patience_s` is how long servers and schedulers may be away before the run gives up."""
 
     concurrency: int = 32
-    chat_max_tokens: int = 512
     patience_s: float = PATIENCE_S
 
 
