@@ -30,6 +30,7 @@ from services.scheduler.prefixes import Prefixes, PrefixPages
 from services.scheduler.records import plan_of, record_of, refusal_of
 from services.scheduler.redrive import Redriver
 from services.scheduler.replies import refusal_reply, send_reply
+from services.scheduler.token_events import TokenEvents
 from services.scheduler.waiting_room import KvBudget, WaitingRoom
 from shared import codec
 from shared.backoff import Backoff
@@ -116,6 +117,7 @@ class Scheduler:
             prefixes=self._prefixes,
             limits=limits,
         )
+        self._token_events = TokenEvents(broker, ledger, model.tokenizer)
         self._next_poll_s = 0.0
         # Those that only settle must not keep others from running.
         prefetch = limits.max_in_flight * (2 if limits.settle_after_s else 1)
@@ -177,12 +179,19 @@ class Scheduler:
             request = codec.decode(delivery.body, delivery.content_type)
             if not isinstance(request, Request):
                 raise RequestError(f"a {type(request).__name__} has no business in this queue")
-            held = self._held.get(request.request_id)
-            if held is not None:
-                held.add(delivery)
-                return
         except PermanentError as error:
             self._refuse_unreadable(delivery, str(error))
+            return
+        try:
+            self._take_in(request, delivery)
+        finally:  # what is held will be answered, even if a server failed on the way
+            if request.stream and request.request_id in self._held:
+                self._token_events.follow(request.request_id, delivery)
+
+    def _take_in(self, request: Request, delivery: Delivery) -> None:
+        held = self._held.get(request.request_id)
+        if held is not None:
+            held.add(delivery)
             return
         if self.num_in_flight <= _FEW_HELD:
             # What has ended just now is perhaps what this one begins with: a turn of a chat.
@@ -306,8 +315,10 @@ class Scheduler:
             elif is_over:
                 held.running = None
                 if held.retry_at_s <= now_s:
+                    self._token_events.end(request_id, state.committed_position)
                     self._answer(request_id, held, now_s)
             else:
+                self._token_events.tell(request_id, state.committed_position)
                 self._prefixes.committed(request_id, state.committed_position)
         damaged = self._redriver.look(self._held, states, self._surroundings(now_s))
         for request_id, reason in damaged.items():
