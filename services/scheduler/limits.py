@@ -9,7 +9,8 @@ from shared.policy import RedriveLimits
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """`max_in_flight` requests run at once, and as many may be waiting or settling.
+    """`max_in_flight` requests run at once, and as many may be waiting or settling. Of batches
+    `max_batch_in_flight` run, and one beside a request that somebody waits for.
 
     `settle_after_s` is how long a request is kept in its queue after its end: until the end is on
     the store's disk. `reply_patience_s` is how long a full reply queue is tried.
@@ -20,6 +21,8 @@ class SchedulerLimits:
     """
 
     max_in_flight: int = 256
+    # Fills the cores; with 128 a request that came then had 1 token/s, alone 100 (2 cores).
+    max_batch_in_flight: int = 32
     kv_budget_bytes: int | None = 1 << 30
     prefix_budget_bytes: int | None = 256 << 20
     poll_s: float = 0.05

@@ -92,7 +92,9 @@ class Scheduler:
         self._backoff = Backoff(first_s=0.05, max_s=2.0)
         self._held: dict[str, Held] = {}
         self._budget = KvBudget(
-            None if kv_pages is None else limits.kv_budget_bytes, limits.max_in_flight
+            None if kv_pages is None else limits.kv_budget_bytes,
+            limits.max_in_flight,
+            limits.max_batch_in_flight,
         )
         self._waiting_room = WaitingRoom(
             self._budget, self._send_first, bytes_per_position=kv_bytes_per_position(model.config)

@@ -11,13 +11,21 @@ from services.scheduler.held import Held
 class KvBudget:
     """What the requests of one scheduler may write in all, and how many there may be.
 
-    None is no limit. Those of batches have at most half of it, so that whoever waits for an answer
-    finds room at once; a single one may have more.
+    None is no limit. Whoever waits for an answer is to find room and cores: while one of them runs,
+    one request of a batch does, so that batches do not starve; else `max_batch` of them in at most
+    half of the room. A single one may have more.
     """
 
-    def __init__(self, max_bytes: int | None, max_requests: int | None = None) -> None:
+    def __init__(
+        self,
+        max_bytes: int | None,
+        max_requests: int | None = None,
+        max_batch: int | None = None,
+    ) -> None:
         self.max_bytes = max_bytes
         self._max_requests = max_requests
+        halves = [] if max_requests is None else [max_requests // 2]
+        self._max_batch = min([*halves, *([] if max_batch is None else [max_batch])], default=None)
         self._reserved: dict[str, int] = {}
         self._batch: set[str] = set()  # those of the reserved that are of batches
 
@@ -31,7 +39,7 @@ class KvBudget:
             return False
         if self.max_bytes is not None and self.reserved_bytes + num_bytes > self.max_bytes:
             return False
-        return not (is_batch and self._batch) or self._fits_half(num_bytes)
+        return not (is_batch and self._batch) or self._fits_beside(num_bytes)
 
     def reserve(self, request_id: str, num_bytes: int, *, is_batch: bool = False) -> None:
         """Take the bytes, over the limit if need be: for what another scheduler let in."""
@@ -43,8 +51,11 @@ class KvBudget:
         self._reserved.pop(request_id, None)
         self._batch.discard(request_id)
 
-    def _fits_half(self, num_bytes: int) -> bool:
-        if self._max_requests is not None and len(self._batch) >= self._max_requests // 2:
+    def _fits_beside(self, num_bytes: int) -> bool:
+        """Whether one more request of a batch may run beside others of batches."""
+        if len(self._batch) < len(self._reserved):
+            return False
+        if self._max_batch is not None and len(self._batch) >= self._max_batch:
             return False
         batch_bytes = sum(self._reserved[request_id] for request_id in self._batch)
         return self.max_bytes is None or batch_bytes + num_bytes <= self.max_bytes // 2

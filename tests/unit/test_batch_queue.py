@@ -7,7 +7,7 @@ from dataclasses import replace
 from services.scheduler.limits import SchedulerLimits
 from services.scheduler.waiting_room import KvBudget
 from shared import codec
-from shared.messages import Request
+from shared.messages import FinishReason, Request
 from shared.topology import BATCH_QUEUE, REQUESTS_QUEUE, control_queues
 from tests.rig import Rig, assert_answers
 from tests.rig_model import SAMPLED, prompt_of
@@ -78,6 +78,37 @@ def test_a_batch_leaves_half_of_the_room_to_others() -> None:
     assert admitted, "nothing was taken from the queue of batches"
     assert started_of_batch == 2
     assert rig.num_steps() == 4, "a request that somebody waits for found no room"
+
+
+def test_beside_a_request_that_somebody_waits_for_one_of_a_batch_runs() -> None:
+    rig = rig_of(8, num_workers=0)
+    batch = [f"b{n}" for n in range(8)]
+
+    send(rig, REQUESTS_QUEUE, "r0")
+    for _ in range(5):
+        rig.turn()
+    send(rig, BATCH_QUEUE, *batch)
+    for _ in range(20):
+        rig.turn()
+    num_beside = rig.num_steps()
+    rig.ledger.finish("r0", FinishReason.ABORT)
+    for _ in range(20):
+        rig.turn()
+
+    assert num_beside == 2
+    assert rig.num_steps() == 1 + 4, "half of the room, once it is alone"
+
+
+def test_no_more_of_a_batch_run_than_the_limit_says() -> None:
+    budget = KvBudget(None, 256, 3)
+    for name in ("b0", "b1"):
+        budget.reserve(name, 1, is_batch=True)
+    assert budget.fits(1, is_batch=True)
+
+    budget.reserve("b2", 1, is_batch=True)
+
+    assert not budget.fits(1, is_batch=True)
+    assert budget.fits(1)
 
 
 def test_a_single_request_of_a_batch_may_have_more_than_half_of_the_budget() -> None:
