@@ -18,17 +18,36 @@ from shared.errors import ConfigError
 from shared.messages import Request
 
 MAX_CUSTOM_ID_CHARS = 512
+_DIGEST_CHARS = 40
+_PREFIX = "batch-"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a request stands in the file. `custom_id` None: the line has none that can be read."""
+    """Where a request stands in the file. `custom_id` None: the line has none that can be read.
+
+    The first attempt's `request_id` is the `key` of the line, a later one's has a number behind it.
+    """
 
     number: int
     offset: int
     num_bytes: int
     custom_id: str | None
     request_id: str
+
+    @property
+    def key(self) -> str:
+        return key_of(self.request_id)[0]
+
+
+def key_of(request_id: str) -> tuple[str, int]:
+    """The key of the line that a request id was made for, and the number of the attempt.
+
+    Raises `ValueError` for another id.
+    """
+    key = request_id[: len(_PREFIX) + _DIGEST_CHARS]
+    rest = request_id.removeprefix(key)
+    return key, int(rest.removeprefix("-")) if rest else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +65,17 @@ class BatchInput:
     """A batch file. Its lines stay in the file until they are read; blank ones are none.
 
     `salt` is whatever else an answer depends on: request ids are made from the bytes of the file,
-    the salt and the custom_id, so that a second run finds what the first has asked.
+    the salt, the custom_id and the `attempt`, so that a second run finds what the first has asked.
     Raises `ConfigError` for a file that cannot be read, is empty, or has a custom_id twice.
     """
 
-    def __init__(self, path: Path, *, salt: str) -> None:
+    def __init__(self, path: Path, *, salt: str, attempt: int = 1) -> None:
         self._path = path
         try:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").digest()
                 file.seek(0)
-                self.entries = list(_entries(file, digest + salt.encode()))
+                self.entries = list(_entries(file, digest + salt.encode(), attempt))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         if not self.entries:
@@ -109,14 +128,15 @@ def read_line(entry: Entry, text: bytes, *, chat_max_tokens: int) -> Line:
     return Line(entry, url, request)
 
 
-def _entries(lines: Any, seed: bytes) -> Iterator[Entry]:
+def _entries(lines: Any, seed: bytes, attempt: int) -> Iterator[Entry]:
+    suffix = f"-{attempt}" if attempt > 1 else ""
     offset = 0
     for number, text in enumerate(lines, start=1):
         if text.strip():
             custom_id = _custom_id(text)
             key = f"line {number}" if custom_id is None else f"id {custom_id}"
-            digest = hashlib.sha256(seed + b"\0" + key.encode()).hexdigest()
-            yield Entry(number, offset, len(text), custom_id, f"batch-{digest[:40]}")
+            digest = hashlib.sha256(seed + b"\0" + key.encode()).hexdigest()[:_DIGEST_CHARS]
+            yield Entry(number, offset, len(text), custom_id, f"{_PREFIX}{digest}{suffix}")
         offset += len(text)
 
 

@@ -7,41 +7,39 @@ import json
 import os
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from services.batch.lines import key_of
 from shared.errors import ConfigError
 
 
 class BatchOutput:
-    """Appends to a file that holds answers to some of `request_ids`, or does not exist yet.
+    """Appends to a file that holds answers to some of a batch's lines, or does not exist yet.
 
     A line is appended whole and never changed, so what a killed run leaves is whole lines and
-    at most the beginning of one, which is cut off here. `done` are the ids that have a line,
-    `num_failed` how many of those tell of an error. A lock keeps a second run away.
-    Raises `ConfigError` for a file that is in use or was not written for these requests.
+    at most the beginning of one, which is cut off here. `done` are the keys that have a line,
+    `num_failed` how many of those tell of an error. Errors of attempts before `attempt` are taken
+    out: they have no line then. A lock keeps a second run away.
+    Raises `ConfigError` for a file that is in use or was not written for lines of these `keys`.
     """
 
-    def __init__(self, path: Path, request_ids: Collection[str]) -> None:
+    def __init__(self, path: Path, keys: Collection[str], *, attempt: int = 1) -> None:
         self._path = path
         self.done: set[str] = set()
         self.num_failed = 0
+        self._file = self._open()
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
-        try:
-            self._lock()
-            self._read(frozenset(request_ids))
+            kept, num_dropped = self._read(frozenset(keys), attempt)
+            if num_dropped:
+                self._replace(kept)
         except BaseException:
             self.close()
             raise
 
     def write(self, line: dict[str, Any]) -> None:
         """Append the line of a request that has none yet. Raises `OSError` for a full disk."""
-        request_id = line["id"]
-        if request_id in self.done:
-            raise ValueError(f"request {request_id} has its line already")
+        if key_of(line["id"])[0] in self.done:
+            raise ValueError(f"request {line['id']} has its line already")
         text = json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n"
         left = memoryview(text.encode())
         while left:  # a full disk raises at the second write; the next run cuts off the first
@@ -51,50 +49,71 @@ class BatchOutput:
     def close(self) -> None:
         os.close(self._file)
 
-    def __enter__(self) -> BatchOutput:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _lock(self) -> None:
+    def _open(self) -> int:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            os.close(file)
             raise ConfigError(f"{self._path} is being written by another run") from error
+        return file
 
-    def _read(self, request_ids: frozenset[str]) -> None:
+    def _read(self, keys: frozenset[str], attempt: int) -> tuple[list[bytes], int]:
+        """The lines that stay, and how many do not. Cuts off a killed run's last word."""
         end = 0
+        kept = []
+        num_dropped = 0
         with open(self._file, "rb", closefd=False) as file:
             for number, text in enumerate(file, start=1):
                 if not text.endswith(b"\n"):
-                    break  # a killed run's last word
+                    break
                 end += len(text)
-                self._note(self._known_line(number, text, request_ids))
+                line, key, number_of_attempt = self._known_line(number, text, keys)
+                if key in self.done:
+                    raise ConfigError(f"line {number} of {self._path} answers {key} once more")
+                if _has_failed(line) and number_of_attempt < attempt:
+                    num_dropped += 1
+                else:
+                    kept.append(text)
+                    self._note(line)
         os.ftruncate(self._file, end)
+        return kept, num_dropped
 
-    def _known_line(self, number: int, text: bytes, request_ids: frozenset[str]) -> dict[str, Any]:
+    def _replace(self, lines: list[bytes]) -> None:
+        """Leave these lines alone in the file: at any time it is the old one or the new one."""
+        aside = self._path.with_name(f"{self._path.name}.new")
+        with aside.open("wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(self._path)
+        self.close()
+        self._file = self._open()
+
+    def _known_line(
+        self, number: int, text: bytes, keys: frozenset[str]
+    ) -> tuple[dict[str, Any], str, int]:
+        """A line, its key and the number of its attempt."""
         try:
             line = json.loads(text)
-            request_id = line["id"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            line, request_id = {}, None
-        if request_id not in request_ids:
+            key, attempt = key_of(line["id"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            line, key, attempt = {}, "", 0
+        if key not in keys:
             raise ConfigError(
                 f"line {number} of {self._path} is no answer to this input with these options",
                 remedy="name another output file, or remove it",
             )
-        if request_id in self.done:
-            raise ConfigError(f"line {number} of {self._path} answers {request_id} once more")
-        return dict(line)
+        return dict(line), key, attempt
 
     def _note(self, line: dict[str, Any]) -> None:
-        self.done.add(line["id"])
-        response = line.get("response")
-        if not isinstance(response, dict) or response.get("status_code") != 200:
-            self.num_failed += 1
+        self.done.add(key_of(line["id"])[0])
+        self.num_failed += _has_failed(line)
+
+
+def _has_failed(line: dict[str, Any]) -> bool:
+    response = line.get("response")
+    return not isinstance(response, dict) or response.get("status_code") != 200

@@ -86,7 +86,7 @@ class BatchRun:
     def __post_init__(self) -> None:
         entries = list(self.entries)
         self._num_requests = len(entries)
-        self._todo = deque(e for e in entries if e.request_id not in self.output.done)
+        self._todo = deque(e for e in entries if e.key not in self.output.done)
         self._ended_tokens = 0
         self._submit_at_s = 0.0
         self._overload = Backoff(first_s=1.0, max_s=60.0)

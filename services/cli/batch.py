@@ -48,6 +48,14 @@ def batch(
             help="Longest answer to a chat that names no limit, in tokens.",
         ),
     ] = 512,
+    attempt: Annotated[
+        int,
+        typer.Option(
+            help="2 asks once more for the lines that tell of an error, 3 for those that still do.",
+            min=1,
+            max=999,
+        ),
+    ] = 1,
     groups: Groups = 1,
     threads: Threads = 0,
 ) -> None:
@@ -55,7 +63,7 @@ def batch(
 
     They are served when nobody else waits. Ctrl-C, a crash and kill -9 lose nothing: the same
     command goes on where it was, and every custom_id gets one line. Exit code 1 when a line tells
-    of an error.
+    of an error: --attempt 2 asks for those once more.
 
     Example: cellpipe batch requests.jsonl -o answers.jsonl
     """
@@ -70,8 +78,10 @@ def batch(
         config, model=model, cluster=cluster, num_groups=groups, num_threads=threads
     ) as session:
         # What an answer depends on beside its line: other answers are not to be taken for it.
-        lines = BatchInput(requests, salt=f"{session.model_id} {max_tokens}")
-        with closing(BatchOutput(output, [e.request_id for e in lines.entries])) as answers:
+        salt = f"{session.model_id} {max_tokens}"
+        lines = BatchInput(requests, salt=salt, attempt=attempt)
+        keys = [entry.key for entry in lines.entries]
+        with closing(BatchOutput(output, keys, attempt=attempt)) as answers:
             num_failed = _run(
                 session,
                 lines,

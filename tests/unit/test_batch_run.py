@@ -55,10 +55,11 @@ class Batch:
         *,
         until: Callable[[], bool] = lambda: False,
         check: Callable[[], None] = lambda: None,
+        attempt: int = 1,
         **limits: Any,
     ) -> BatchRun:
         """Run it to its end, or until something is so: there it is killed."""
-        batch = BatchInput(self.input, salt="tiny")
+        batch = BatchInput(self.input, salt="tiny", attempt=attempt)
         producer = Producer(self.rig.new_broker(), self.rig.ledger, tokenizer=rig_tokenizer())
         submit = producer.submit
 
@@ -67,7 +68,8 @@ class Batch:
             return submit(request, **options)
 
         producer.submit = counted  # type: ignore[method-assign]
-        with closing(BatchOutput(self.output, [e.request_id for e in batch.entries])) as output:
+        keys = [entry.key for entry in batch.entries]
+        with closing(BatchOutput(self.output, keys, attempt=attempt)) as output:
             run = BatchRun(
                 producer,
                 output,
@@ -242,16 +244,38 @@ def test_servers_that_stay_away_end_the_run_and_it_can_be_resumed(tmp_path: Path
 def test_a_cancelled_request_is_an_error_of_its_line(tmp_path: Path) -> None:
     batch = Batch(tmp_path, [chat_line("a"), chat_line("b")], num_workers=0)
 
-    def cancelled() -> bool:
-        for request_id in batch.submitted:
-            batch.rig.ledger.finish(request_id, FinishReason.ABORT)
-        return False
-
-    run = batch.run(until=cancelled)
+    run = batch.run(until=lambda: cancel(batch, batch.submitted))
 
     assert [line["error"]["code"] for line in batch.lines()] == ["cancelled"] * 2
     assert [line["response"] for line in batch.lines()] == [None] * 2
     assert run.progress().num_failed == 2
+
+
+def test_another_attempt_asks_for_what_failed_and_only_for_that(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [chat_line("a"), chat_line("b"), chat_line("c", stop="x")])
+    batch.run(until=lambda: cancel(batch, batch.submitted[:1]))
+    before = batch.by_id()
+    assert before["a"]["error"]["code"] == "cancelled"
+    batch.submitted.clear()
+
+    batch.run(attempt=2)
+
+    assert batch.submitted == [before["a"]["id"] + "-2"]
+    after = batch.by_id()
+    assert after["a"]["response"]["status_code"] == 200
+    assert after["b"] == before["b"]
+    assert after["c"]["response"]["status_code"] == 400
+    batch.submitted.clear()
+    assert batch.run(attempt=2).progress().num_failed == 1, "the same command goes on"
+    batch.run()
+    assert batch.submitted == []
+    assert batch.by_id() == after
+
+
+def cancel(batch: Batch, request_ids: list[str]) -> bool:
+    for request_id in request_ids:
+        batch.rig.ledger.finish(request_id, FinishReason.ABORT)
+    return False
 
 
 def test_a_request_that_the_store_has_forgotten_is_asked_for_anew(tmp_path: Path) -> None:
