@@ -85,7 +85,9 @@ class BatchBar:
         if self._progress is not None:
             if self._task is None:
                 self._progress.start()
-                self._task = self._progress.add_task("", total=batch.num_requests)
+                self._task = self._progress.add_task(
+                    "", total=batch.num_requests, completed=batch.num_done
+                )
             self._progress.update(
                 self._task, completed=batch.num_done, description=self._told(batch)
             )
@@ -95,7 +97,9 @@ class BatchBar:
 
     def end(self, batch: BatchProgress, *, num_before: int) -> None:
         """The summary. `num_before` were done before this run."""
-        self.__exit__(None, None, None)
+        if self._progress is not None:
+            self.show(batch)
+            self._progress.stop()
         earlier = f", {num_before} of them before" if num_before else ""
         self._print(
             f"{batch.num_done} of {batch.num_requests} done{earlier}, {self._told(batch)}, "
