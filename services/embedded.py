@@ -1,8 +1,8 @@
-"""The whole pipeline in one process: no servers, the same scheduler, worker, broker and store code.
+"""The whole pipeline in one process: no servers, the same code of scheduler and worker.
 
-Only wires. The broker is a `MemoryHub`, the store fakeredis, and each service runs its turn on a
-thread of its own. Nothing outlives the process, so with one worker a group KV rows stay in it, and
-so do those that requests share.
+Only wires. The broker is a `MemoryHub`, the ledger a `MemoryLedger`, and each service runs its turn
+on a thread of its own. Nothing outlives the process, so with one worker a group KV rows stay in it,
+and so do those that requests share; several of a group share theirs through fakeredis.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shared.model.config import ModelConfig
 from shared.model.layer_group import LayerGroup, ReadShard
 from shared.model.local_prefixes import LocalPrefixes
 from shared.producer import Producer
-from shared.store.connection import connect
+from shared.store.connection import Stores, connect
 from shared.store.kv_pages import KvPages
-from shared.store.ledger import Ledger
+from shared.store.memory_ledger import MemoryLedger
 from shared.store.prefix_pages import StoredPrefixes
 from shared.text.document import read_text_document
-from shared.topology import Layout, control_queues, even_layout, group_queues
+from shared.topology import Layout, Wire, control_queues, even_layout, group_queues
 
 TURN_S = 0.5
 # Who reads shares the cores with the kernel: reading each token alone cost 0.4 ms of it more.
@@ -52,11 +52,12 @@ class Engine:
         *,
         num_groups: int = 1,
         workers_per_group: int = 1,
+        wire: Wire = Wire.F32,
         limits: WorkerLimits = WorkerLimits(),
         prefix_bytes: int | None = PREFIX_BYTES,
     ) -> None:
         config = ModelConfig.from_dict(manifest.config)
-        layout = even_layout(manifest.model_id, config.num_hidden_layers, num_groups)
+        layout = even_layout(manifest.model_id, config.num_hidden_layers, num_groups, wire=wire)
         tokenizer, chat_template = read_text_document(bytes(read_shard("tokenizer")))
         self.model_id = manifest.model_id
         self.tokenizer = tokenizer
@@ -65,24 +66,21 @@ class Engine:
         self._brokers: list[MemoryBroker] = []
         self._hub = MemoryHub()
         self.workers: list[Worker] = []
-        self._stores = connect("memory://")
-        ledger = Ledger(self._stores.meta)
-        # Two workers of a group share rows through the store; one alone is their only reader.
-        kv_pages = (
-            KvPages.of_layout(self._stores.kv, layout, config.kv_row_bytes_per_layer)
-            if workers_per_group > 1
-            else None
-        )
+        ledger = MemoryLedger()
+        self._stores: Stores | None = None
+        kv_pages: KvPages | None = None
         # A next turn of a conversation computes only what is new in it.
         local_prefixes: LocalPrefixes | None = None
         stored_prefixes: StoredPrefixes | None = None
-        row_bytes = config.kv_row_bytes_per_layer
-        if prefix_bytes is not None and kv_pages is None:
-            local_prefixes = LocalPrefixes(num_groups, max_bytes=prefix_bytes)
+        if workers_per_group > 1:
+            # They share rows through a store; one alone is their only reader.
+            self._stores = connect("memory://")
+            store, row_bytes = self._stores.kv, config.kv_row_bytes_per_layer
+            kv_pages = KvPages.of_layout(store, layout, row_bytes)
+            if prefix_bytes is not None:
+                stored_prefixes = StoredPrefixes(store, layout, row_bytes, max_bytes=prefix_bytes)
         elif prefix_bytes is not None:
-            stored_prefixes = StoredPrefixes(
-                self._stores.kv, layout, row_bytes, max_bytes=prefix_bytes
-            )
+            local_prefixes = LocalPrefixes(num_groups, max_bytes=prefix_bytes)
         front = self._broker()
         front.declare([*control_queues(), *group_queues(layout)])
         self.producer = Producer(front, ledger, tokenizer=tokenizer, gather_s=GATHER_S)
@@ -100,7 +98,7 @@ class Engine:
                 worker = Worker(
                     layout=layout,
                     config=config,
-                    layer_groups={group: _load(manifest, layout, group, read_shard, backend)},
+                    layer_groups={group: load_group(manifest, layout, group, read_shard, backend)},
                     broker=self._broker(),
                     ledger=ledger,
                     kv_pages=kv_pages,
@@ -128,7 +126,8 @@ class Engine:
             broker.close()
         for thread in self._threads:
             thread.join()
-        self._stores.close()
+        if self._stores is not None:
+            self._stores.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -159,13 +158,14 @@ class Engine:
             raise
 
 
-def _load(
+def load_group(
     manifest: Manifest,
     layout: Layout,
     group: int,
     read_shard: ReadShard,
     backend: KernelBackend,
 ) -> LayerGroup:
+    """A group of a layout, with its own ends alone. Raises what `LayerGroup.load` does."""
     first, end = layout.bounds[group]
     return LayerGroup.load(
         ModelConfig.from_dict(manifest.config),

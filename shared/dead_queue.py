@@ -18,7 +18,7 @@ from shared.dead_letters import DeadLetter
 from shared.errors import DecodeError, PermanentError, RequestError
 from shared.messages import Request, Step
 from shared.producer import hand_over, new_request_id
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 from shared.topology import DEAD_QUEUE, REQUESTS_QUEUE, control_queues
 
 MAX_LETTERS = 1_000  # at a time: a look must not fill memory
@@ -53,7 +53,7 @@ class DeadQueue:
     """The dead-letter queue of a cluster. Sees the oldest `MAX_LETTERS`."""
 
     def __init__(
-        self, broker: Broker, ledger: Ledger, *, draw_id: Callable[[], str] = new_request_id
+        self, broker: Broker, ledger: RequestLedger, *, draw_id: Callable[[], str] = new_request_id
     ) -> None:
         self._broker = broker
         self._ledger = ledger

@@ -135,12 +135,13 @@ class Request:
 class Step:
     """`step.v1`: work for one layer group, for T consecutive positions of one request.
 
-    For group 0 the tensors hold `token_ids` int32 (T,), for the others `hidden` float32 (T, D); a
-    message carries named tensors so that a hop can carry more than one later. `position` is that of
-    the first row. When `sample` is true the last row's logits give the token for position
-    `position + T`; the prompt's last chunk and every decode step say so. `max_position` is the last
-    position that a generated token may take. `deadline_unix_ms` 0 means none. `route[g]` is the
-    worker that last computed group g of this request, "" or missing if none is known; it is a hint.
+    For group 0 the tensors hold `token_ids` int32 (T,), for the others `hidden` (T, D), float32 or
+    what the layout's wire makes of it (`shared.wire`), with more tensors beside it if need be.
+    `position` is that of the first row. When `sample` is true the last row's logits give the token
+    for position `position + T`; the prompt's last chunk and every decode step say so.
+    `max_position` is the last position that a generated token may take. `deadline_unix_ms` 0 means
+    none. `route[g]` is the worker that last computed group g of this request, "" or missing if none
+    is known; it is a hint.
 
     With speculation it is a `step.v2`. `draft` are guessed tokens, whose rows follow one of a known
     token; each row is sampled as long as the token after it is the drafted one. `accepted` are the
@@ -163,6 +164,7 @@ class Step:
     route: tuple[str, ...] = ()
     draft: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
+    num_positions: int = field(init=False, repr=False, compare=False)  # T
 
     def __post_init__(self) -> None:
         if not REQUEST_ID_PATTERN.match(self.request_id):
@@ -175,8 +177,11 @@ class Step:
             raise DecodeError("step.v1 sampling.seed must be given")
         if not self.tensors:
             raise DecodeError("step.v1 carries no tensor")
-        if len({t.shape[0] if t.ndim else 0 for t in self.tensors.values()}) != 1:
+        sizes = {t.shape[0] if t.ndim else 0 for t in self.tensors.values()}
+        if len(sizes) != 1:
             raise DecodeError("step.v1 tensors disagree on the number of positions")
+        # Kept: it is asked for a dozen times in a step's turn.
+        object.__setattr__(self, "num_positions", sizes.pop())
         if self.num_positions == 0:
             raise DecodeError("step.v1 tensors are empty")
         if len(self.route) > MAX_ROUTE_LEN:
@@ -197,11 +202,6 @@ class Step:
             )
         if len(self.accepted) > self.position:
             raise DecodeError(f"step.v2 accepted holds more than the {self.position} before it")
-
-    @property
-    def num_positions(self) -> int:
-        """T, the number of consecutive positions in this message."""
-        return int(next(iter(self.tensors.values())).shape[0])
 
     @property
     def end_position(self) -> int:

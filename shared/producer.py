@@ -38,7 +38,8 @@ from shared.errors import (
     TransientError,
 )
 from shared.messages import FinishReason, Reply, Request
-from shared.store.ledger import START, Ledger
+from shared.store.ledger import Ledger
+from shared.store.ledger_base import START, RequestLedger
 from shared.store.ledger_types import Event, FinalEvent, RequestState, TokenEvent
 from shared.text.detokenizer import Detokenizer
 from shared.text.tokenizer import Tokenizer
@@ -73,7 +74,7 @@ class Producer:
     def __init__(
         self,
         broker: Broker,
-        ledger: Ledger,
+        ledger: RequestLedger,
         *,
         tokenizer: Tokenizer | None = None,
         gather_s: float = 0.0,

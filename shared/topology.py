@@ -38,6 +38,14 @@ class QueueType(StrEnum):
     QUORUM = "quorum"
 
 
+class Wire(StrEnum):
+    """How hidden states travel between layer groups; `shared.wire` says what each does to them."""
+
+    F32 = "f32"
+    F16 = "f16"
+    I8 = "i8"
+
+
 @dataclass(frozen=True, slots=True)
 class QueueSpec:
     """A durable queue. `max_length` messages or `max_bytes` bound it with reject-publish;
@@ -60,13 +68,15 @@ class Layout:
 
     Group i runs layers `bounds[i][0]` up to, not including, `bounds[i][1]`. All its step queues are
     of one `queue_type`, which is part of the `layout_id` and so of their names: a queue's type
-    cannot be changed, and whoever serves a layout agrees on it.
+    cannot be changed, and whoever serves a layout agrees on it. So is the `wire`: one other than
+    f32 rounds hidden states at every hop, so queues and KV rows of two wires must never mix.
     """
 
     layout_id: str
     model_id: str
     bounds: tuple[tuple[int, int], ...]
     queue_type: QueueType = QueueType.CLASSIC
+    wire: Wire = Wire.F32
 
     @property
     def num_groups(self) -> int:
@@ -87,6 +97,7 @@ class Layout:
                 "model_id": self.model_id,
                 "bounds": self.bounds,
                 "queue_type": self.queue_type,
+                "wire": self.wire,
             },
             separators=(",", ":"),
         )
@@ -98,7 +109,8 @@ class Layout:
             raw = json.loads(text)
             bounds = tuple((int(first), int(end)) for first, end in raw["bounds"])
             queue_type = QueueType(raw.get("queue_type", QueueType.CLASSIC))
-            layout = cls(str(raw["layout_id"]), str(raw["model_id"]), bounds, queue_type)
+            wire = Wire(raw.get("wire", Wire.F32))
+            layout = cls(str(raw["layout_id"]), str(raw["model_id"]), bounds, queue_type, wire)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ModelError(f"the layout cannot be read: {error}", remedy=LOAD_AGAIN) from error
         ends = [0, *(end for _, end in bounds)]
@@ -117,6 +129,7 @@ def even_layout(
     num_hidden_layers: int,
     num_groups: int,
     queue_type: QueueType = QueueType.CLASSIC,
+    wire: Wire = Wire.F32,
 ) -> Layout:
     """Cut the layers into `num_groups` runs whose lengths differ by at most one, longer ones first.
 
@@ -134,7 +147,8 @@ def even_layout(
         bounds.append((first, end))
         first = end
     suffix = "" if queue_type is QueueType.CLASSIC else f"-{queue_type}"
-    return Layout(f"even{num_groups}{suffix}", model_id, tuple(bounds), queue_type)
+    suffix += "" if wire is Wire.F32 else f"-{wire}"
+    return Layout(f"even{num_groups}{suffix}", model_id, tuple(bounds), queue_type, wire)
 
 
 def check_layout(layout: Layout, manifest: Manifest) -> None:

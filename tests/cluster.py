@@ -23,7 +23,7 @@ from shared.store.ledger_types import FinalEvent, TokenEvent
 from shared.store.presence import Presence
 from shared.store.shards import ShardStore
 from shared.text.document import read_text_document
-from shared.topology import even_layout
+from shared.topology import Wire, even_layout
 
 
 class ThreadCluster:
@@ -37,6 +37,7 @@ class ThreadCluster:
         *,
         num_groups: int,
         workers_per_group: int,
+        wire: Wire = Wire.F32,
         scheduler_limits: SchedulerLimits = SchedulerLimits(),
     ) -> None:
         self._amqp_url = amqp_url
@@ -46,7 +47,7 @@ class ThreadCluster:
         self._threads: list[threading.Thread] = []
         self.failures: list[BaseException] = []
         try:
-            self._bring_up(packed, num_groups, workers_per_group, scheduler_limits)
+            self._bring_up(packed, num_groups, workers_per_group, wire, scheduler_limits)
         except BaseException:
             self._shut_down()  # what runs on would serve the requests of the next test
             raise
@@ -56,12 +57,13 @@ class ThreadCluster:
         packed: PackedModel,
         num_groups: int,
         workers_per_group: int,
+        wire: Wire,
         scheduler_limits: SchedulerLimits,
     ) -> None:
         stores = self.stores()
         manifest = packed.manifest
         self.layout = even_layout(
-            manifest.model_id, manifest.config["num_hidden_layers"], num_groups
+            manifest.model_id, manifest.config["num_hidden_layers"], num_groups, wire=wire
         )
         load_model(packed, ShardStore(stores.weights), self.layout)
         for group in range(num_groups):

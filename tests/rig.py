@@ -34,6 +34,7 @@ from shared.topology import (
     DEAD_QUEUE,
     REQUESTS_QUEUE,
     QueueSpec,
+    Wire,
     control_queues,
     even_layout,
     group_queue,
@@ -42,7 +43,15 @@ from shared.topology import (
 )
 from tests.faults import Crash
 from tests.gguf_files import CHAT_TEMPLATE
-from tests.rig_model import GREEDY, expected_tokens, rig_layer_group, rig_model, rig_tokenizer
+from tests.rig_model import (
+    GREEDY,
+    expected_tokens,
+    load_group,
+    rig_layer_group,
+    rig_model,
+    rig_tokenizer,
+)
+from tests.tiny_model import TinyModel
 
 PEERS_TTL_S = 5.0
 TURN_COST_S = 0.01  # what the clock moves on after everything had a turn
@@ -66,7 +75,7 @@ class Rig:
     """Queues, stores and a layout of `num_groups`; workers and schedulers are added by tests.
 
     `embedded`: rows stay in their worker, as in the pipeline of one process. `prefix_bytes` None is
-    `--no-prefix-cache`.
+    `--no-prefix-cache`. `model` is the tiny one of all tests unless another is given.
     """
 
     def __init__(
@@ -76,11 +85,14 @@ class Rig:
         limits: WorkerLimits = WorkerLimits(),
         embedded: bool = False,
         prefix_bytes: int | None = 256 << 20,
+        wire: Wire = Wire.F32,
+        model: TinyModel | None = None,
     ) -> None:
-        model = rig_model()
+        self._model = model
+        model = model or rig_model()
         self.config = model.config
         self.layout = even_layout(
-            model.manifest.model_id, model.config.num_hidden_layers, num_groups
+            model.manifest.model_id, model.config.num_hidden_layers, num_groups, wire=wire
         )
         self.clock = FakeClock()
         self.hub = MemoryHub(self.clock)
@@ -120,6 +132,8 @@ class Rig:
         return MemoryBroker(self.hub)
 
     def layer_group(self, group: int) -> LayerGroup:
+        if self._model is not None:
+            return load_group(self._model, self.layout, group)
         return rig_layer_group(self.layout.num_groups, group)
 
     def add_worker(
@@ -175,6 +189,7 @@ class Rig:
         prefix_pages: Any = None,
         draw_seed: Callable[[str], int] = lambda _: 99,
         limits: SchedulerLimits = SchedulerLimits(),
+        peers: Callable[[], Sequence[WorkerInfo]] | None = None,
     ) -> Scheduler:
         broker = broker or self.new_broker()
         scheduler = Scheduler(
@@ -186,7 +201,7 @@ class Rig:
             kv_pages=kv_pages or self._shared_pages,
             prefix_pages=prefix_pages or self._prefix_pages(),
             coverage=lambda: self.coverage,
-            peers=self.read_peers,
+            peers=peers or self.read_peers,
             draw_seed=draw_seed,
             limits=limits,
             clock=self.clock,
@@ -372,7 +387,10 @@ class Rig:
 
 def assert_answers(rig: Rig, asked: Iterable[tuple[str, Sequence[int], SamplingParams]]) -> None:
     """Each request has the reference's tokens and exactly one final event."""
+    cut: dict[str, Any] = {}
+    if rig.layout.wire is not Wire.F32:
+        cut = {"num_groups": rig.layout.num_groups, "wire": rig.layout.wire}
     for request_id, prompt, sampling in asked:
-        assert rig.tokens(request_id) == expected_tokens(tuple(prompt), sampling), request_id
+        assert rig.tokens(request_id) == expected_tokens(tuple(prompt), sampling, **cut), request_id
         assert len(rig.final_events(request_id)) == 1
         assert not rig.record(request_id).error

@@ -9,9 +9,7 @@ from shared.messages import SamplingParams
 from shared.model.backend import pick_backend
 from shared.model.layer_group import LayerGroup
 from shared.text.tokenizer import Tokenizer
-from shared.topology import (
-    even_layout,
-)
+from shared.topology import Layout, Wire, even_layout
 from tests.gguf_files import tiny_tokens, tiny_vocabulary
 from tests.tiny_model import TinyModel, tiny_model
 
@@ -38,6 +36,10 @@ def rig_layer_group(num_groups: int, group: int) -> LayerGroup:
     """Shared by all rigs: it holds nothing of a sequence."""
     model = rig_model()
     layout = even_layout(model.manifest.model_id, model.config.num_hidden_layers, num_groups)
+    return load_group(model, layout, group)
+
+
+def load_group(model: TinyModel, layout: Layout, group: int) -> LayerGroup:
     first, end = layout.bounds[group]
     return LayerGroup.load(
         model.config,
@@ -52,10 +54,20 @@ def rig_layer_group(num_groups: int, group: int) -> LayerGroup:
 
 
 @cache
-def expected_tokens(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
-    """What one undisturbed process generates."""
+def expected_tokens(
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    *,
+    num_groups: int = 1,
+    wire: Wire = Wire.F32,
+) -> list[int]:
+    """What one undisturbed process generates; the number of groups counts where a wire rounds."""
     model = rig_model()
-    return ReferenceModel(model.manifest, model.read_shard).generate(prompt, sampling)
+    layout = even_layout(
+        model.manifest.model_id, model.config.num_hidden_layers, num_groups, wire=wire
+    )
+    reference = ReferenceModel(model.manifest, model.read_shard, layout=layout)
+    return reference.generate(prompt, sampling)
 
 
 def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:

@@ -6,17 +6,14 @@ round runs every concurrency, so that a machine whose speed changes does so for 
 
 from __future__ import annotations
 
-import random
 import statistics
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from services.bench.hops import HopSums, hops_between, hops_of, sums_by_group
+from services.bench.hops import HopSums, hops_between, hops_of
 from services.bench.latency import LoadFigures, Stream, figures_of, median_of, raw_figures
 from services.bench.options import (
     ClusterFigures,
@@ -25,28 +22,15 @@ from services.bench.options import (
     PeerFigures,
     PointFigures,
 )
+from services.bench.rig import Prompts, Rig, private_servers
 from shared.broker.rabbitmq.raw import time_ping_pong
-from shared.errors import ConfigError, RequestError, TransientError
-from shared.local_cluster.load import Load, Question
-from shared.local_cluster.processes import Crew
-from shared.local_cluster.servers import PrivateServers, Servers
-from shared.local_cluster.start import connections, wait_until_serving
-from shared.messages import FinishReason, SamplingParams
-from shared.model.config import ModelConfig
-from shared.producer import Producer
-from shared.store.ledger import Ledger
-from shared.store.presence import Presence
+from shared.local_cluster.servers import Servers
 from shared.store.raw import time_round_trips
-from shared.store.shards import ShardStore
-from shared.topology import Layout
+from shared.wire import row_bytes
 
 NUM_PING_PONGS = 200
 NUM_ROUND_TRIPS = 500
 FRAME_BYTES = 300  # of a decode step beside its hidden state
-LOOK_S = 0.05
-HEARTBEATS_S = 15.0  # in which every worker has told of itself anew
-
-Prompts = Sequence[tuple[int, ...]]
 
 
 class Peer(Protocol):
@@ -81,57 +65,31 @@ def measure_cluster(
 
     Raises `ConfigError` when it cannot start, `RequestError` when an answer is not whole.
     """
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cellpipe-bench-")))
-        logs = options.log_folder or folder / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        say("starting servers")
-        servers = PrivateServers(folder)
-        stack.callback(servers.close)
+    with private_servers(options, say) as (servers, logs):
         layouts = []
         model_id = ""
         for num_groups in options.num_groups:
             with ExitStack() as block:
-                rig = block.enter_context(_Rig(options, num_groups, servers, logs, say))
+                num_positions = options.num_prompt + options.num_tokens
+                rig = block.enter_context(
+                    Rig(options, num_groups, servers, logs, say, num_positions=num_positions)
+                )
                 peer = block.enter_context(
                     open_peer(num_groups, logs) if open_peer else nullcontext()
                 )
-                layouts.append(rig.measure(peer))
+                layouts.append(_Rounds(rig, options, servers).measure(peer))
                 model_id = rig.layout.model_id
         return ClusterFigures(model_id, options, layouts)
 
 
-class _Rig:
-    """Scheduler and workers of one number of groups, and what is measured of them."""
+class _Rounds:
+    """What is measured of one rig."""
 
-    layout: Layout
-
-    def __init__(
-        self,
-        options: ClusterOptions,
-        num_groups: int,
-        servers: Servers,
-        logs: Path,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, rig: Rig, options: ClusterOptions, servers: Servers) -> None:
+        self._rig = rig
         self._options = options
-        self._num_groups = num_groups
         self._servers = servers
-        self._logs = logs
-        self._say = say
-        self._stack = ExitStack()
-        self._rng = random.Random(f"bench/{options.seed}/{num_groups}")
-
-    def __enter__(self) -> _Rig:
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._body_bytes = row_bytes(options.wire, rig.config.hidden_size) + FRAME_BYTES
 
     def measure(self, peer: Peer | None) -> LayoutFigures:
         """One round that does not count, then all that do."""
@@ -139,7 +97,7 @@ class _Rig:
         points = {concurrency: _Point() for concurrency in options.concurrency}
         pings: list[float] = []
         trips: list[float] = []
-        self._say("warming up")
+        self._rig.say("warming up")
         self._round(1, peer)
         for number in range(options.rounds):
             pings += time_ping_pong(
@@ -163,114 +121,28 @@ class _Rig:
                 if theirs is not None:
                     point.theirs.append(theirs)
                     told += f", peer {theirs.tokens_per_s:.1f}"
-                self._say(
-                    f"round {number + 1}/{options.rounds}, {self._num_groups} groups, "
+                self._rig.say(
+                    f"round {number + 1}/{options.rounds}, {self._rig.num_groups} groups, "
                     f"{concurrency} streams: {told}"
                 )
         return LayoutFigures(
-            self._num_groups,
+            self._rig.num_groups,
             raw_figures(pings),
             raw_figures(trips),
             [self._point(concurrency, point) for concurrency, point in points.items()],
             peer.one_stream_tokens_per_s if peer else None,
         )
 
-    def _start(self) -> None:
-        options, settings = self._options, self._servers.settings
-        enter = self._stack.enter_context
-        crew = enter(Crew(settings, self._logs))
-        crew.run(
-            "load", options.model, "--groups", str(self._num_groups),
-            "--queue-type", options.queue_type,
-        )  # fmt: skip
-        stores, broker = enter(connections(settings))
-        shards = ShardStore(stores.weights)
-        self.layout = shards.active_layout("")
-        self._config = ModelConfig.from_dict(shards.get_manifest(self.layout.model_id).config)
-        num_positions = options.num_prompt + options.num_tokens
-        if num_positions > self._config.max_position_embeddings:
-            raise ConfigError(
-                f"--prompt-tokens and --tokens make {num_positions} positions, and the model has "
-                f"{self._config.max_position_embeddings}"
-            )
-        self._body_bytes = 4 * self._config.hidden_size + FRAME_BYTES
-        self._presence = Presence(stores.meta)
-        self._producer = Producer(broker, Ledger(stores.meta))
-        self._say(
-            f"starting a scheduler and {self._num_groups} x {options.workers_per_group} workers"
-        )
-        name = f"{self._num_groups}-groups"
-        crew.add("scheduler", f"{name}-scheduler", "scheduler")
-        for group in range(self._num_groups):
-            for number in range(options.workers_per_group):
-                crew.add(
-                    "worker", f"{name}-worker-{group}.{number}",
-                    "worker", "--group", str(group), "--memory", options.memory,
-                    "--threads", str(options.threads), group=group,
-                )  # fmt: skip
-        wait_until_serving(crew, self.layout, self._presence)
-        self._crew = crew
-
     def _round(
         self, concurrency: int, peer: Peer | None
     ) -> tuple[LoadFigures, LoadFigures | None, list[HopSums]]:
         """The same prompts for both, new ones every time: nobody finds them in a cache."""
-        prompts = [
-            tuple(
-                self._rng.randrange(self._config.vocab_size)
-                for _ in range(self._options.num_prompt)
-            )
-            for _ in range(concurrency)
-        ]
-        before = self._sums()
-        ours = figures_of(self._answer(prompts))
-        sums = hops_between(before, self._sums())
+        prompts = self._rig.prompts(concurrency, self._options.num_prompt)
+        before = self._rig.sums()
+        ours = figures_of(self._rig.answer(prompts, self._options.num_tokens))
+        sums = hops_between(before, self._rig.sums())
         theirs = figures_of(peer.answer(prompts, self._options.num_tokens)) if peer else None
         return ours, theirs, sums
-
-    def _answer(self, prompts: Prompts) -> list[Stream]:
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=self._options.num_tokens, ignore_eos=True
-        )
-        load = Load(
-            self._producer,
-            [Question(prompt, sampling) for prompt in prompts],
-            num_requests=len(prompts),
-            concurrency=len(prompts),
-            patience_s=self._options.patience_s,
-            model_id=self.layout.model_id,
-        )
-        load.start()
-        try:
-            while load.is_running():
-                if dead := [m.name for m in self._crew.members if not m.is_alive]:
-                    raise RequestError(f"{dead[0]} died while it was measured")
-                time.sleep(LOOK_S)
-        finally:
-            load.stop()
-        for seen in load.sightings:
-            is_whole = len(seen.tokens) == self._options.num_tokens
-            if seen.finish_reason is not FinishReason.LENGTH or not is_whole:
-                raise RequestError(
-                    f"an answer ended after {len(seen.tokens)} of {self._options.num_tokens} "
-                    f"tokens: {seen.error or seen.finish_reason or 'nothing more was heard'}"
-                )
-        return [
-            Stream(seen.submitted_s, tuple(at_s for at_s, _, _ in seen.tokens), len(seen.tokens))
-            for seen in load.sightings
-        ]
-
-    def _sums(self) -> list[HopSums]:
-        """What all workers have told since now: they do with each heartbeat."""
-        now_ms = time.time_ns() // 1_000_000
-        deadline_s = time.monotonic() + HEARTBEATS_S
-        num_workers = self._num_groups * self._options.workers_per_group
-        while time.monotonic() < deadline_s:
-            workers = self._presence.workers(self.layout)
-            if sum(worker.told_unix_ms > now_ms for worker in workers) == num_workers:
-                return sums_by_group(workers, self._num_groups)
-            time.sleep(LOOK_S)
-        raise TransientError(f"not all workers gave a sign of life within {HEARTBEATS_S:g} s")
 
     def _point(self, concurrency: int, point: _Point) -> PointFigures:
         load = median_of(point.ours)
@@ -284,7 +156,7 @@ class _Rig:
             ]
             peer = PeerFigures(median_of(point.theirs), statistics.median(ratios))
         return PointFigures(
-            self._num_groups,
+            self._rig.num_groups,
             concurrency,
             load,
             hops,

@@ -17,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from services.bench.cluster import OpenPeer, Peer, Prompts
+from services.bench.cluster import OpenPeer, Peer
 from services.bench.latency import Stream
 from services.bench.options import ClusterOptions
+from services.bench.rig import Prompts
 from shared.errors import ConfigError, RequestError
 
 HOST = "127.0.0.1"

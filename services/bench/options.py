@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.bench.hops import Hop
 from services.bench.latency import LoadFigures, RawFigures
-from shared.topology import QueueType
+from shared.topology import QueueType, Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class ClusterOptions:
     rounds: int = 3
     memory: str = "256MiB"
     queue_type: QueueType = QueueType.CLASSIC
+    wire: Wire = Wire.F32
     seed: int = 0
     patience_s: float = 120.0
     log_folder: Path | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from services.bench.context import ContextFigures
 from services.bench.options import ClusterFigures
 from shared.errors import ConfigError
 
@@ -52,5 +54,24 @@ def draw(figures: ClusterFigures, path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.suptitle(f"{figures.model_id}, {figures.options.queue_type} queues")
+    options = figures.options
+    figure.suptitle(f"{figures.model_id}, {options.queue_type} queues, {options.wire} wire")
+    figure.savefig(path, format="png")
+
+
+def draw_contexts(figures: Sequence[ContextFigures], model_id: str, path: Path) -> None:
+    """Milliseconds a token against the context, of the pipeline and of the kernel alone."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4.5), layout="constrained")
+    axes = figure.subplots()
+    contexts = [f.context for f in figures]
+    axes.plot(contexts, [f.pipeline_ms for f in figures], marker="o", label="pipeline")
+    axes.plot(contexts, [f.kernel_ms for f in figures], marker="x", label="kernel alone")
+    axes.set_xlabel("positions of context")
+    axes.set_ylabel("milliseconds a token")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.suptitle(model_id)
     figure.savefig(path, format="png")

@@ -26,7 +26,7 @@ def to_lines(figures: ClusterFigures) -> list[str]:
     lines = [
         f"{figures.model_id}: {options.num_tokens} tokens after {options.num_prompt} of prompt, "
         f"{options.workers_per_group} x {options.threads} thread(s) a group, "
-        f"{options.queue_type} queues, medians of {options.rounds} rounds"
+        f"{options.queue_type} queues, {options.wire} wire, medians of {options.rounds} rounds"
     ]
     for layout in figures.layouts:
         lines += ["", *_load_lines(layout), "", *_hop_lines(layout)]

@@ -15,7 +15,7 @@ from shared.local_cluster.load import Question, Sighting
 from shared.local_cluster.processes import OwnDeath
 from shared.messages import FinishReason
 from shared.store.connection import Stores
-from shared.store.ledger import START, Ledger
+from shared.store.ledger_base import START, RequestLedger
 from shared.store.ledger_types import FinalEvent, TokenEvent
 from shared.store.leftovers import leftover_keys
 
@@ -52,7 +52,7 @@ def observe(
     sightings: Sequence[Sighting],
     questions: Sequence[Question],
     expected: Sequence[tuple[int, ...]],
-    ledger: Ledger,
+    ledger: RequestLedger,
 ) -> list[Observation]:
     """Put what each client saw beside what is on record now."""
     on_record = ledger.states([sighting.request_id for sighting in sightings])

@@ -1,6 +1,7 @@
-"""The undisturbed answer: one process, one layer group, no queue and no store.
+"""The undisturbed answer: one process, no queue and no store.
 
-What every pipeline must equal, token by token.
+What every pipeline must equal, token by token. How a layout cuts the layers matters only where its
+wire rounds what goes from group to group; then the same is done here.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from shared.model.config import ModelConfig
 from shared.model.kv_cache import SequenceCache
 from shared.model.layer_group import LayerGroup, ReadShard, SequenceSlice
 from shared.model.sampling import sample
+from shared.topology import Layout, Wire
+from shared.wire import over_a_hop
 
 
 @dataclass(slots=True)
 class _Answer:
     """One sequence: what it has, and the rows that it computes next."""
 
-    cache: SequenceCache
+    caches: list[SequenceCache]  # one a layer group
     sampling: SamplingParams
     rows: list[int]
     position: int = 0
@@ -33,22 +36,33 @@ class _Answer:
 
 
 class ReferenceModel:
-    """All layers of a model in one group."""
+    """All layers of a model, in one group unless the `layout` has a wire that rounds."""
 
     def __init__(
-        self, manifest: Manifest, read_shard: ReadShard, backend: KernelBackend | None = None
+        self,
+        manifest: Manifest,
+        read_shard: ReadShard,
+        backend: KernelBackend | None = None,
+        *,
+        layout: Layout | None = None,
     ) -> None:
         self.config = ModelConfig.from_dict(manifest.config)
-        self._layers = LayerGroup.load(
-            self.config,
-            manifest,
-            0,
-            self.config.num_hidden_layers,
-            read_shard,
-            first=True,
-            last=True,
-            backend=backend or pick_backend(),
-        )
+        self._wire = layout.wire if layout else Wire.F32
+        num_layers = self.config.num_hidden_layers
+        bounds = layout.bounds if layout and self._wire is not Wire.F32 else ((0, num_layers),)
+        self._groups = [
+            LayerGroup.load(
+                self.config,
+                manifest,
+                first,
+                end,
+                read_shard,
+                first=first == 0,
+                last=end == num_layers,
+                backend=backend or pick_backend(),
+            )
+            for first, end in bounds
+        ]
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
         """The generated token ids, the stop token included. `sampling.seed` is given."""
@@ -59,7 +73,7 @@ class ReferenceModel:
     ) -> list[list[int]]:
         """`generate` of each in one batch, which is faster: a row never depends on the others."""
         answers = [
-            _Answer(self._layers.new_cache(), sampling, list(prompt))
+            _Answer([group.new_cache() for group in self._groups], sampling, list(prompt))
             for prompt, sampling in questions
         ]
         while running := [answer for answer in answers if not answer.is_done]:
@@ -68,10 +82,14 @@ class ReferenceModel:
 
     def _step(self, answers: Sequence[_Answer]) -> None:
         rows = [token_id for answer in answers for token_id in answer.rows]
-        slices = [SequenceSlice(a.cache, a.position, len(a.rows)) for a in answers]
-        hidden = self._layers.forward(self._layers.embed(np.array(rows, np.int32)), slices)
-        last_rows = np.cumsum([part.num_rows for part in slices]) - 1
-        logits = self._layers.logits(np.ascontiguousarray(hidden[last_rows]))  # (n, V)
+        hidden = self._groups[0].embed(np.array(rows, np.int32))  # (R, D)
+        for number, group in enumerate(self._groups):
+            if number:
+                hidden = over_a_hop(hidden, self._wire)
+            slices = [SequenceSlice(a.caches[number], a.position, len(a.rows)) for a in answers]
+            hidden = group.forward(hidden, slices)
+        last_rows = np.cumsum([len(answer.rows) for answer in answers]) - 1
+        logits = self._groups[-1].logits(np.ascontiguousarray(hidden[last_rows]))  # (n, V)
         for answer, row in zip(answers, logits, strict=True):
             self._draw(answer, row)
 

@@ -36,7 +36,7 @@ from shared.producer import Producer
 from shared.store.ledger import Ledger
 from shared.store.presence import Presence
 from shared.store.shards import ShardStore
-from shared.topology import REQUESTS_QUEUE, Layout, group_queue
+from shared.topology import REQUESTS_QUEUE, Layout, Wire, group_queue
 
 TURN_S = 0.05
 SHOW_S = 2.0
@@ -50,6 +50,7 @@ class ChaosOptions:
     model: str
     faults: tuple[FaultPlan, ...]
     num_groups: int = 3
+    wire: Wire = Wire.F32
     workers_per_group: int = 2
     num_schedulers: int = 1
     num_requests: int | None = 100  # None: as many as come in `duration_s`
@@ -95,7 +96,7 @@ def run_chaos(
         servers = _servers(options, folder)
         stack.callback(servers.close)
         crew = stack.enter_context(Crew(servers.settings, logs, can_hang=True))
-        crew.run("load", options.model, "--groups", str(options.num_groups))
+        crew.run("load", options.model, "--groups", str(options.num_groups), "--wire", options.wire)
         stores, broker = stack.enter_context(connections(servers.settings))
         shards = ShardStore(stores.weights)
         layout = shards.active_layout("")
@@ -154,7 +155,10 @@ def _answer_undisturbed(
 ) -> tuple[list[Question], list[tuple[int, ...]]]:
     manifest = shards.get_manifest(layout.model_id)
     model = ReferenceModel(
-        manifest, lambda name: shards.read_shard(manifest, name), pick_backend(num_threads=2)
+        manifest,
+        lambda name: shards.read_shard(manifest, name),
+        pick_backend(num_threads=2),
+        layout=layout,
     )
     questions = draw_questions(
         options.num_requests,

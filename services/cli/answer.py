@@ -56,7 +56,7 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
     nobody has admitted it yet. Raises `PermanentError` with the request's own error when it fails,
     `TransientError` when its end is not heard of in time.
     """
-    from shared.store.ledger import START
+    from shared.store.ledger_base import START
     from shared.store.ledger_types import TokenEvent
     from shared.text.detokenizer import Detokenizer
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from services.cli.bench_contexts import bench_contexts, follow
 from services.cli.generate import Model, Threads
-from services.cli.settings import DEFAULT_MODEL, load_config
+from services.cli.settings import DEFAULT_MODEL, load_config, numbers
 from services.cli.tree import app
 from shared.errors import ConfigError
-from shared.messages import Request, SamplingParams
 
 if TYPE_CHECKING:
     from services.bench.kernel import KernelFigures
@@ -109,6 +108,12 @@ def decode(
     threads: Threads = 0,
     tokens: Annotated[int, typer.Option(help="Tokens of a run.", min=2)] = 64,
     repeats: Repeats = 5,
+    context: Annotated[
+        str, typer.Option(help="Milliseconds a token at these contexts, beside the bare kernel.")
+    ] = "",
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw --context into this PNG file (needs matplotlib).")
+    ] = None,
     peer: PeerName = None,
     peer_bin: PeerBin = None,
     peer_model: PeerModel = None,
@@ -117,7 +122,18 @@ def decode(
     """Tokens per second of one answer from the embedded pipeline.
 
     Example: cellpipe bench decode --peer llama.cpp
+    Example: cellpipe bench decode --context 128,512,2048
     """
+    if context:
+        if peer or peer_bin or peer_model:
+            raise ConfigError("--context is measured beside our own kernel, not beside a peer")
+        bench_contexts(
+            numbers(context, field="--context", most=1 << 20),
+            model, threads, tokens, repeats, plot, as_json,
+        )  # fmt: skip
+        return
+    if plot is not None:
+        raise ConfigError("--plot goes with --context")
     _bench_model("decode", [tokens], model, threads, repeats, peer, peer_bin, peer_model, as_json)
 
 
@@ -193,30 +209,10 @@ def _measure(session: Session, what: str, size: int) -> Callable[[], float]:
     num_tokens = size if what == "decode" else 1
 
     def measure() -> float:
-        first_s, last_s = _follow(session, prompt, num_tokens)
+        first_s, last_s = follow(session, prompt, num_tokens)
         return (num_tokens - 1) / (last_s - first_s) if what == "decode" else size / first_s
 
     return measure
-
-
-def _follow(session: Session, prompt: list[int], num_tokens: int) -> tuple[float, float]:
-    """Seconds from submission to the first and to the last token."""
-    from shared.producer import new_request_id
-    from shared.store.ledger_types import TokenEvent
-
-    request = Request(
-        request_id=new_request_id(),
-        token_ids=tuple(prompt),
-        sampling=SamplingParams(max_tokens=num_tokens, ignore_eos=True),
-    )
-    started_s = time.perf_counter()
-    session.producer.submit(request)
-    arrivals = [
-        time.perf_counter() - started_s
-        for event in session.producer.events(request.request_id, on_silence=session.check)
-        if isinstance(event, TokenEvent)
-    ]
-    return arrivals[0], arrivals[-1]
 
 
 def _say_model(what: str, threads: int, result: dict[str, Any]) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from services.cli.bench import AsJson, PeerModel, bench
 from services.cli.progress import Teller
-from services.cli.settings import DEFAULT_MODEL, load_config
+from services.cli.settings import DEFAULT_MODEL, load_config, numbers
 from shared.errors import ConfigError
-from shared.topology import QueueType
+from shared.topology import QueueType, Wire
 
 
 @bench.command()
@@ -28,14 +28,31 @@ def cluster(
     ] = 1,
     threads: Annotated[int, typer.Option(min=1, help="Threads of each worker.")] = 1,
     concurrency: Annotated[
-        str, typer.Option("--concurrency", "-c", help="Requests at a time, each a load.")
-    ] = "1,4,16,32",
+        str,
+        typer.Option(
+            "--concurrency",
+            "-c",
+            help="Requests at a time, each a load. Default: 1,4,16,32, or 8 with --mixed.",
+            show_default=False,
+        ),
+    ] = "",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 16,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of each prompt. Default: 16, or 512 with --mixed."),
+    ] = None,
+    mixed: Annotated[
+        bool,
+        typer.Option(
+            "--mixed", help="Long prompts, one at a time, beside streams that decode, and alone."
+        ),
+    ] = False,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a round of --mixed.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count; medians are shown.")] = 3,
     queue_type: Annotated[
         QueueType, typer.Option(help="Type of the step queues.")
     ] = QueueType.CLASSIC,
+    wire: Annotated[Wire, typer.Option(help="How hidden states travel.")] = Wire.F32,
     memory: Annotated[str, typer.Option(help="Memory of each worker.")] = "256MiB",
     peer_bin: Annotated[
         Path | None,
@@ -59,10 +76,13 @@ def cluster(
     Starts RabbitMQ, Redis, a scheduler and workers of its own, and ends them. Measured beside a raw
     message through RabbitMQ and a raw Redis round trip.
 
+    With --mixed: what a long prompt costs streams that decode, and they it.
+
     Example: cellpipe bench cluster --groups 1,2 --concurrency 1,4,16 --rounds 5
     """
     from services.bench.cluster import measure_cluster
     from services.bench.llama_cluster import open_llama_peer
+    from services.bench.mixed import measure_mixed, mixed_dict, mixed_lines
     from services.bench.options import ClusterOptions
     from services.bench.plot import check_plot, draw
     from services.bench.report import to_dict, to_lines
@@ -71,17 +91,28 @@ def cluster(
     config = load_config(quiet=True)
     options = ClusterOptions(
         model=model,
-        num_groups=_numbers(groups, field="--groups"),
+        num_groups=numbers(groups, field="--groups"),
         workers_per_group=workers,
         threads=threads,
-        concurrency=_numbers(concurrency, field="--concurrency", most=256),
+        concurrency=numbers(
+            concurrency or ("8" if mixed else "1,4,16,32"), field="--concurrency", most=256
+        ),
         num_tokens=tokens,
-        num_prompt=prompt_tokens,
+        num_prompt=prompt_tokens or (512 if mixed else 16),
         rounds=rounds,
         memory=memory,
         queue_type=queue_type,
+        wire=wire,
         log_folder=logs,
     )
+    if mixed:
+        if plot is not None or peer_bin is not None:
+            raise ConfigError("--mixed has neither --plot nor --peer-bin")
+        if len(options.num_groups) > 1 or len(options.concurrency) > 1:
+            raise ConfigError("--mixed takes one number of --groups and one of --concurrency")
+        mixed_figures = measure_mixed(options, num_prompts=prompts, say=Teller().say)
+        _print(as_json, mixed_dict(mixed_figures), mixed_lines(mixed_figures))
+        return
     if plot is not None:
         check_plot(plot)
     open_peer = None
@@ -91,19 +122,9 @@ def cluster(
     figures = measure_cluster(options, open_peer=open_peer, say=Teller().say)
     if plot is not None:
         draw(figures, plot)
-    if as_json:
-        typer.echo(json.dumps(to_dict(figures)))
-    else:
-        for line in to_lines(figures):
-            typer.echo(line)
+    _print(as_json, to_dict(figures), to_lines(figures))
 
 
-def _numbers(text: str, *, field: str, most: int = 1024) -> tuple[int, ...]:
-    """1,4,16 as numbers, each once, in their order. Raises `ConfigError` naming the field."""
-    pieces = text.replace(" ", "").split(",")
-    if not all(piece.isascii() and piece.isdigit() for piece in pieces):
-        raise ConfigError(f"{field} must be numbers such as 1,4,16, got {text!r}")
-    numbers = tuple(dict.fromkeys(map(int, pieces)))
-    if not all(1 <= number <= most for number in numbers):
-        raise ConfigError(f"{field} must be in 1..{most}, got {text!r}")
-    return numbers
+def _print(as_json: bool, shown: dict[str, Any], lines: list[str]) -> None:
+    for line in [json.dumps(shown)] if as_json else lines:
+        typer.echo(line)

@@ -12,6 +12,7 @@ from services.cli.progress import Teller
 from services.cli.settings import DEFAULT_MODEL, load_config, with_cluster_urls
 from services.cli.tree import EXIT_FAILED, app
 from shared.errors import ConfigError
+from shared.topology import Wire
 
 if TYPE_CHECKING:
     from services.chaos.run import ChaosOptions, Progress
@@ -33,6 +34,7 @@ def chaos(
         str, typer.Option("--model", "-m", help="A catalog name or a path to a .gguf file.")
     ] = DEFAULT_MODEL,
     groups: Annotated[int, typer.Option("--groups", "-g", min=1, help="Layer groups.")] = 3,
+    wire: Annotated[Wire, typer.Option(help="How hidden states travel.")] = Wire.F32,
     workers: Annotated[
         int, typer.Option("--workers", "-w", min=1, help="Workers of each group.")
     ] = 2,
@@ -116,6 +118,7 @@ def chaos(
         model=model,
         faults=_plans({name: given for name, given in texts.items() if given}),
         num_groups=groups,
+        wire=wire,
         workers_per_group=workers,
         num_schedulers=schedulers,
         num_requests=None if duration else requests or 100,

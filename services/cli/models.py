@@ -14,7 +14,7 @@ from services.cli.progress import StageBar
 from services.cli.settings import DEFAULT_MODEL, load_config
 from services.cli.tree import app
 from shared.config import Config, parse_size
-from shared.topology import QueueType
+from shared.topology import QueueType, Wire
 
 if TYPE_CHECKING:
     from services.loader.layout import GroupPlan, ShardPlan
@@ -54,6 +54,14 @@ def load(
         QueueType,
         typer.Option(help="Type of the step queues, all of the layout. classic is faster."),
     ] = QueueType.CLASSIC,
+    wire: Annotated[
+        Wire,
+        typer.Option(
+            help="How hidden states travel between groups. For slow links: f16 takes half of the "
+            "bytes, i8 a little over a quarter. Both round at every hop, so that tokens depend "
+            "on --groups too."
+        ),
+    ] = Wire.F32,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the layout; write nothing to Redis.")
     ] = False,
@@ -80,14 +88,16 @@ def load(
         manifest.config["num_hidden_layers"],
         groups,
         queue_type,
+        wire,
     )
     plans = plan_layout(manifest, layout, budget_bytes=budget_bytes)
     if dry_run:
         if as_json:
             rows = [{**asdict(plan), "fits": plan.fits} for plan in plans]
-            typer.echo(json.dumps({"model_id": manifest.model_id, "groups": rows}))
+            shown = {"model_id": layout.model_id, "layout_id": layout.layout_id, "wire": wire}
+            typer.echo(json.dumps({**shown, "groups": rows}))
         else:
-            _print_layout(manifest.model_id, plans, budget_bytes)
+            _print_layout(layout, plans, budget_bytes)
         return
     for plan in plans:
         if not plan.fits:
@@ -200,14 +210,14 @@ def _packed(config: Config, model: str) -> PackedModel:
         return open_packed(path, config.cache_dir, progress=bar.show)
 
 
-def _print_layout(model_id: str, plans: Sequence[GroupPlan], budget_bytes: int) -> None:
+def _print_layout(layout: Layout, plans: Sequence[GroupPlan], budget_bytes: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(
-        "group", "layers", "shards MB", "chunks", "KV bytes per token", "worker MB",
-        f"fits {budget_bytes / 1e6:.1f} MB",
-        title=f"{model_id} in {_groups(len(plans))}",
+        "group", "layers", "shards MB", "chunks", "KV bytes per token", "hop bytes per token",
+        "worker MB", f"fits {budget_bytes / 1e6:.1f} MB",
+        title=f"{layout.model_id} in {_groups(len(plans))}, {layout.wire} wire",
     )  # fmt: skip
     for plan in plans:
         table.add_row(
@@ -216,6 +226,7 @@ def _print_layout(model_id: str, plans: Sequence[GroupPlan], budget_bytes: int) 
             f"{plan.shard_bytes / 1e6:.1f}",
             str(plan.num_chunks),
             str(plan.kv_bytes_per_position),
+            str(plan.hop_bytes_per_position or "-"),
             f"{plan.memory_bytes / 1e6:.1f}",
             "yes" if plan.fits else "NO",
         )

@@ -59,3 +59,14 @@ def with_cluster_urls(config: Config) -> Config:
         amqp_url=config.amqp_url or amqp_url,
         redis_url=config.redis_url or redis_url,
     )
+
+
+def numbers(text: str, *, field: str, most: int = 1024) -> tuple[int, ...]:
+    """1,4,16 as numbers, each once, in their order. Raises `ConfigError` naming the field."""
+    pieces = text.replace(" ", "").split(",")
+    if not all(piece.isascii() and piece.isdigit() for piece in pieces):
+        raise ConfigError(f"{field} must be numbers such as 1,4,16, got {text!r}")
+    found = tuple(dict.fromkeys(map(int, pieces)))
+    if not all(1 <= number <= most for number in found):
+        raise ConfigError(f"{field} must be in 1..{most}, got {text!r}")
+    return found

@@ -9,13 +9,17 @@ from shared.kernel.chunks import chunk_bytes
 from shared.manifest import Manifest, TensorEntry
 from shared.model.config import ModelConfig
 from shared.topology import WORKER_BASE_BYTES, Layout, group_shards
+from shared.wire import row_bytes
 
 # What a worker needs beside its shards: interpreter, NumPy, AMQP and Redis clients, buffers.
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What one layer group takes: layers first..end-1, its shards, and the memory of a worker."""
+    """What one layer group takes: layers first..end-1, its shards, and the memory of a worker.
+
+    To the next group it sends `hop_bytes_per_position` of hidden states; the last one sends tokens.
+    """
 
     group: int
     first_layer: int
@@ -24,6 +28,7 @@ class GroupPlan:
     shard_bytes: int
     num_chunks: int
     kv_bytes_per_position: int
+    hop_bytes_per_position: int
     memory_bytes: int
     budget_bytes: int | None
 
@@ -91,6 +96,7 @@ def plan_layout(
     if layout.model_id != manifest.model_id:
         raise ModelError(f"layout is of {layout.model_id}, the manifest of {manifest.model_id}")
     config = ModelConfig.from_dict(manifest.config)
+    hop_bytes = row_bytes(layout.wire, config.hidden_size)
     plans: list[GroupPlan] = []
     for group, (first, end) in enumerate(layout.bounds):
         names = group_shards(layout, group, tied=config.tie_word_embeddings)
@@ -105,6 +111,7 @@ def plan_layout(
                 shard_bytes=shard_bytes,
                 num_chunks=sum(shard.num_chunks for shard in shards),
                 kv_bytes_per_position=(end - first) * config.kv_row_bytes_per_layer,
+                hop_bytes_per_position=0 if group == layout.last_group else hop_bytes,
                 memory_bytes=shard_bytes + base_bytes,
                 budget_bytes=budget_bytes,
             )

@@ -131,6 +131,17 @@ def check_kv_bytes(plan: Plan, config: ModelConfig, max_bytes: int | None) -> No
         )
 
 
+def check_workers_bytes(plan: Plan, config: ModelConfig, max_bytes: int | None) -> None:
+    """Raise `RequestError` for a request whose rows no worker has the memory for; None is any."""
+    needed = kv_bytes(plan, config)
+    if max_bytes is not None and needed > max_bytes:
+        raise RequestError(
+            f"the request may need {needed} bytes of KV memory for {plan.max_position} positions, "
+            f"and the workers have room for {max_bytes} bytes of one request",
+            remedy="ask for fewer max_tokens, or give workers more: cellpipe worker --memory",
+        )
+
+
 def _names_model(asked: str, model_id: str) -> bool:
     return asked in (model_id, model_id.split("@")[0])
 

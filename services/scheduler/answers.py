@@ -18,7 +18,7 @@ from services.scheduler.replies import reply_of, send_reply
 from shared.broker.base import Broker
 from shared.errors import PublishRefused
 from shared.store.kv_pages import KvPages
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 
 log = structlog.get_logger()
 
@@ -31,7 +31,7 @@ class Answers:
         *,
         model: ServedModel,
         broker: Broker,
-        ledger: Ledger,
+        ledger: RequestLedger,
         kv_pages: KvPages | None,
         prefixes: Prefixes,
         limits: SchedulerLimits,

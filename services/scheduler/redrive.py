@@ -25,7 +25,7 @@ from shared.errors import PermanentError, StoreDamaged
 from shared.messages import FinishReason
 from shared.policy import End, Pace, Redrive, Running, Surroundings, Wait
 from shared.store.kv_pages import KvPages
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import LedgerRecord, RequestState
 from shared.store.presence_types import WorkerInfo, WorkerState
 from shared.topology import Layout, group_queue, inbox_queue
@@ -44,7 +44,7 @@ class Redriver:
         *,
         layout: Layout,
         broker: Broker,
-        ledger: Ledger,
+        ledger: RequestLedger,
         kv_pages: KvPages | None,
         prefixes: Prefixes,
         peers: Callable[[], Sequence[WorkerInfo]],

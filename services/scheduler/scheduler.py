@@ -15,14 +15,17 @@ from dataclasses import replace
 import structlog
 
 from services.scheduler.admission import (
+    Plan,
     ServedModel,
     check_kv_bytes,
+    check_workers_bytes,
     kv_bytes,
     kv_bytes_per_position,
     plan_request,
     seed_of,
 )
 from services.scheduler.answers import Answers
+from services.scheduler.capacity import CapacityWatch
 from services.scheduler.coverage import CoverageWatch
 from services.scheduler.held import Held
 from services.scheduler.limits import SchedulerLimits
@@ -45,7 +48,7 @@ from shared.errors import (
 from shared.messages import FinishReason, Request
 from shared.policy import Surroundings
 from shared.store.kv_pages import KvPages
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import LedgerRecord
 from shared.store.presence_types import WorkerInfo
 from shared.topology import BATCH_QUEUE, REQUESTS_QUEUE
@@ -70,7 +73,7 @@ class Scheduler:
         *,
         model: ServedModel,
         broker: Broker,
-        ledger: Ledger,
+        ledger: RequestLedger,
         kv_pages: KvPages | None,
         prefix_pages: PrefixPages | None = None,
         coverage: Callable[[], Sequence[int]],
@@ -101,6 +104,7 @@ class Scheduler:
         )
         self._prefixes = Prefixes(prefix_pages, model.layout)
         self._coverage = CoverageWatch(coverage, every_s=limits.coverage_check_s)
+        self._capacity = CapacityWatch(peers, model, every_s=limits.coverage_check_s)
         self._redriver = Redriver(
             layout=model.layout,
             broker=broker,
@@ -224,7 +228,7 @@ class Scheduler:
     def _start(self, request: Request, delivery: Delivery) -> None:
         try:
             plan = plan_request(request, self._model, draw_seed=self._draw_seed)
-            check_kv_bytes(plan, self._model.config, self._budget.max_bytes)
+            self._check_fits(plan)
         except RequestError as error:
             self._ledger.refuse(self._refusal(request.request_id, _with_remedy(error)))
             log.warning("request_refused", request_id=request.request_id, reason=str(error))
@@ -264,9 +268,19 @@ class Scheduler:
     def _end_what_never_fits(self, record: LedgerRecord) -> None:
         """One that a larger budget has admitted: here all others would wait behind it."""
         try:
-            check_kv_bytes(plan_of(record), self._model.config, self._budget.max_bytes)
+            self._check_fits(plan_of(record))
         except RequestError as error:
             self._ledger.finish(record.request_id, FinishReason.ERROR, _with_remedy(error))
+
+    def _check_fits(self, plan: Plan) -> None:
+        """Raise `RequestError` for what neither the budget nor any worker could ever hold."""
+        check_kv_bytes(plan, self._model.config, self._budget.max_bytes)
+        self._look_at_capacity(self._clock())
+        check_workers_bytes(plan, self._model.config, self._capacity.largest_bytes)
+
+    def _look_at_capacity(self, now_s: float) -> None:
+        self._capacity.look(now_s)
+        self._budget.worker_bytes = self._capacity.all_bytes
 
     def _hold(
         self,
@@ -305,6 +319,7 @@ class Scheduler:
         if not self._held:
             return
         self._coverage.look(now_s)
+        self._look_at_capacity(now_s)
         self._prefixes.relieve(now_s)
         states = self._ledger.states(list(self._held))
         for request_id, held in list(self._held.items()):

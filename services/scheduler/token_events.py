@@ -15,7 +15,7 @@ from services.scheduler.replies import answer_to
 from shared.broker.base import Broker, Delivery
 from shared.errors import PermanentError
 from shared.messages import Token
-from shared.store.ledger import START, Ledger
+from shared.store.ledger_base import START, RequestLedger
 from shared.store.ledger_types import TokenEvent
 from shared.text.detokenizer import Detokenizer
 from shared.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class _Listener:
 
 
 class TokenEvents:
-    def __init__(self, broker: Broker, ledger: Ledger, tokenizer: Tokenizer) -> None:
+    def __init__(self, broker: Broker, ledger: RequestLedger, tokenizer: Tokenizer) -> None:
         self._broker = broker
         self._ledger = ledger
         self._tokenizer = tokenizer

@@ -14,6 +14,9 @@ class KvBudget:
     None is no limit. Whoever waits for an answer is to find room and cores: while one of them runs,
     one request of a batch does, so that batches do not starve; else `max_batch` of them in at most
     half of the room. A single one may have more.
+
+    `worker_bytes` is what the workers' memory holds: there rows count that are
+    shared in the store, since each request has its own copy.
     """
 
     def __init__(
@@ -26,7 +29,9 @@ class KvBudget:
         self._max_requests = max_requests
         halves = [] if max_requests is None else [max_requests // 2]
         self._max_batch = min([*halves, *([] if max_batch is None else [max_batch])], default=None)
+        self.worker_bytes: int | None = None
         self._reserved: dict[str, int] = {}
+        self._held: dict[str, int] = {}
         self._batch: set[str] = set()  # those of the reserved that are of batches
 
     @property
@@ -37,18 +42,29 @@ class KvBudget:
         """Whether there is room for one more request, of so many bytes."""
         if self._max_requests is not None and len(self._reserved) >= self._max_requests:
             return False
+        held_bytes = sum(self._held.values())
+        # One alone runs whatever a worker that left has taken with it: the others wait behind it.
+        if self.worker_bytes is not None and 0 < held_bytes > self.worker_bytes - num_bytes:
+            return False
         if self.max_bytes is not None and self.reserved_bytes + num_bytes > self.max_bytes:
             return False
         return not (is_batch and self._batch) or self._fits_beside(num_bytes)
 
-    def reserve(self, request_id: str, num_bytes: int, *, is_batch: bool = False) -> None:
-        """Take the bytes, over the limit if need be: for what another scheduler let in."""
+    def reserve(
+        self, request_id: str, num_bytes: int, *, shared_bytes: int = 0, is_batch: bool = False
+    ) -> None:
+        """Take the bytes, over the limit if need be: for what another scheduler let in.
+
+        `shared_bytes` are beside them, in the workers' memory alone.
+        """
         self._reserved[request_id] = num_bytes
+        self._held[request_id] = num_bytes + shared_bytes
         if is_batch:
             self._batch.add(request_id)
 
     def release(self, request_id: str) -> None:
         self._reserved.pop(request_id, None)
+        self._held.pop(request_id, None)
         self._batch.discard(request_id)
 
     def _fits_beside(self, num_bytes: int) -> bool:
@@ -57,8 +73,11 @@ class KvBudget:
             return False
         if self._max_batch is not None and len(self._batch) >= self._max_batch:
             return False
-        batch_bytes = sum(self._reserved[request_id] for request_id in self._batch)
-        return self.max_bytes is None or batch_bytes + num_bytes <= self.max_bytes // 2
+        # None but those of batches has anything reserved.
+        held_bytes = sum(self._held.values())
+        if self.worker_bytes is not None and held_bytes + num_bytes > self.worker_bytes // 2:
+            return False
+        return self.max_bytes is None or self.reserved_bytes + num_bytes <= self.max_bytes // 2
 
 
 class WaitingRoom:
@@ -111,4 +130,6 @@ class WaitingRoom:
         """Take the bytes of the rows of its own. Those that it shares have a budget of theirs."""
         shared_bytes = held.num_cached * self._bytes_per_position
         own_bytes = held.kv_bytes - shared_bytes
-        self._budget.reserve(request_id, own_bytes, is_batch=held.is_batch)
+        self._budget.reserve(
+            request_id, own_bytes, shared_bytes=shared_bytes, is_batch=held.is_batch
+        )

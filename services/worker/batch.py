@@ -1,17 +1,24 @@
 """Chooses what a worker computes next. Pure: knows no queue, clock or kernel.
 
 A turn runs one layer group over one batch. Decode steps go first, since someone waits for each;
-prefill slices fill what is left of the row budget, so a long prompt never blocks the others. A
-draft is cut where the budget ends, and left out where a step may have killed a worker.
+prefill slices fill what is left of the row budget (`pace.py` says how much of it is theirs), so a
+long prompt never blocks the others. A draft is cut where the budget ends, and left out where a step
+may have killed a worker. What is computed of a request in one turn goes on as one message, which
+has a limit of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shared.broker.base import Delivery
+from shared.broker.base import MAX_BODY_BYTES, Confirm, Delivery
+from shared.errors import ModelError
 from shared.messages import Step
+
+# Of a step beside its hidden states: 1,024 names of workers on its route, stop tokens, ids.
+MAX_HEADER_BYTES = 256 << 10
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +28,8 @@ class Pending:
     While its KV rows are missing it is parked: `retry_at_s` (monotonic) says when to look again,
     `parked_since_s` since when it waits. A suspect is computed alone: it may have killed the worker
     that had it before. `is_marked` says that the store knows of the attempt, `suspected_since_s`
-    since when it waits to be told whether others died of it. `decode_ns` is what it took to read.
+    since when it waits to be told whether others died of it. `decode_ns` is what it took to read,
+    `unconfirmed` is of the slice before, if nobody has waited for it.
     """
 
     delivery: Delivery
@@ -33,10 +41,16 @@ class Pending:
     is_marked: bool = False
     suspected_since_s: float | None = None
     decode_ns: int = 0
+    unconfirmed: Confirm | None = None
 
     @property
     def remaining(self) -> int:
         return self.step.num_positions - self.done
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it is of a prompt, or what comes after a re-drive; a draft makes none."""
+        return self.step.end_position - self.step.position > 1
 
     def park(self, *, now_s: float, retry_s: float) -> float:
         """Look again in `retry_s`. Returns the seconds that it waits already."""
@@ -68,6 +82,11 @@ class Slice:
         return self.pending.step.position + self.start
 
     @property
+    def end_position(self) -> int:
+        """The position after its last row."""
+        return self.position + self.num_rows
+
+    @property
     def draft(self) -> tuple[int, ...]:
         """The guessed tokens among its rows, which are the last ones."""
         return self.pending.step.draft[: self.num_rows - 1]
@@ -90,16 +109,41 @@ class Slice:
         return replace(self, num_rows=self.num_rows - len(self.draft))
 
 
+def max_slice_rows(row_bytes: int) -> int:
+    """The rows whose message every broker of ours takes, at `row_bytes` of hidden state each.
+
+    Raises `ModelError` where not even one fits.
+    """
+    num_rows = (MAX_BODY_BYTES - MAX_HEADER_BYTES) // row_bytes
+    if num_rows < 1:
+        raise ModelError(
+            f"the hidden state of one position takes {row_bytes} bytes, and a message has "
+            f"{MAX_BODY_BYTES}",
+            remedy="load it with a shorter wire: cellpipe load MODEL --wire i8",
+        )
+    return num_rows
+
+
 def plan_batch(
     pending: Sequence[Pending],
     *,
     now_s: float,
     max_rows: int,
     max_sequences: int,
+    max_slice_rows: int | None = None,
+    max_prefill_rows: int | None = None,
+    max_positions: Mapping[int, int] | None = None,
     group_order: Sequence[int] = (),
     suspects_first: bool = True,
 ) -> list[Slice]:
-    """Choose the slices of the next turn: one group, one slice a request, at most `max_rows` rows.
+    """Choose the slices of the next turn: one group, one slice a request, at most `max_rows` rows
+    in all and `max_slice_rows` in one.
+
+    Of those at most `max_prefill_rows` are of prompts, or half as many again where a slice would
+    leave a rest that is not worth a turn.
+
+    The positions that its sequences hold by its end are at most `max_positions` of the group, or
+    those of the first alone. None is no bound.
 
     A suspect has a turn to itself. A caller who turns `suspects_first` round after each turn lets
     neither them nor the others starve.
@@ -120,16 +164,27 @@ def plan_batch(
     elif suspects:
         candidates = [item for item in candidates if not item.is_suspect]
     # sorted is stable: arrival order holds within decode steps and within prefill.
-    candidates.sort(key=lambda item: item.step.end_position - item.step.position > 1)
+    candidates.sort(key=lambda item: item.is_prefill)
     slices: list[Slice] = []
     rows_left = max_rows
+    prefill_left = max_rows if max_prefill_rows is None else max_prefill_rows
+    room = math.inf if max_positions is None else max_positions[group]
     for item in candidates[:max_sequences]:
-        if rows_left == 0:
+        if item.is_prefill:
+            whole = item.remaining <= prefill_left + prefill_left // 2
+            num_rows = min(item.remaining if whole else prefill_left, rows_left)
+            prefill_left = max(0, prefill_left - num_rows)
+        elif item.step.draft and item.is_suspect:
+            num_rows = min(1, rows_left)
+        else:
+            num_rows = min(item.remaining, rows_left)
+        if max_slice_rows is not None:
+            num_rows = min(num_rows, max_slice_rows)
+        piece = Slice(item, item.done, num_rows)
+        if num_rows == 0 or (slices and piece.end_position > room):
             break
-        num_rows = min(item.remaining, rows_left)
-        if item.step.draft and item.is_suspect:
-            num_rows = 1
-        slices.append(Slice(item, item.done, num_rows))
+        slices.append(piece)
+        room -= piece.end_position
         rows_left -= num_rows
     return slices
 

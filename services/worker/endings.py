@@ -12,7 +12,7 @@ from services.worker.inbox import Inbox
 from services.worker.suspects import Drop, Go, Poison, Suspects, Wait
 from shared.errors import StoreDamaged
 from shared.messages import FinishReason
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 
 log = structlog.get_logger()
 
@@ -25,7 +25,7 @@ class Endings:
     def __init__(
         self,
         inbox: Inbox,
-        ledger: Ledger,
+        ledger: RequestLedger,
         suspects: Suspects,
         *,
         forget: Callable[[str], None],

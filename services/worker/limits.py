@@ -11,6 +11,7 @@ from shared.topology import INBOX_TTL_MS
 class WorkerLimits:
     """Rows are token positions. `park_…` is for steps that came before their predecessor.
 
+    `kv_cache_bytes` is cut to what a process' memory has beside its weights.
     A step whose computation ended its process `max_attempts` times is buried. `inbox_ttl_ms` is how
     long a step waits for the worker it is meant for; a layout's workers must agree on it.
     """
@@ -18,7 +19,7 @@ class WorkerLimits:
     max_batch_rows: int = 128
     max_batch_sequences: int = 64
     prefetch: int = 32
-    kv_cache_bytes: int = 32 << 20
+    kv_cache_bytes: int = 1 << 30
     confirm_timeout_s: float = 10.0
     park_retry_s: float = 0.005
     park_limit_s: float = 5.0

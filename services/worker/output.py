@@ -9,6 +9,7 @@ B sequences in a batch, R rows in it, D hidden_size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import assert_never
 
 import numpy as np
@@ -30,8 +31,9 @@ from shared.broker.base import Confirm
 from shared.messages import Step
 from shared.model.layer_group import LayerGroup
 from shared.store.kv_pages import KvPages
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 from shared.topology import Layout
+from shared.wire import encode_hidden
 
 FloatRows = npt.NDArray[np.float32]
 
@@ -45,7 +47,7 @@ class Output:
         layout: Layout,
         layer_groups: Mapping[int, LayerGroup],
         sender: Sender,
-        ledger: Ledger,
+        ledger: RequestLedger,
         kv_pages: KvPages | None,
         pool: SequencePool,
         endings: Endings,
@@ -72,12 +74,13 @@ class Output:
     def pass_on(self, slices: Sequence[Slice], hidden: FloatRows) -> None:
         """Store the KV rows of slices of one group, commit their tokens, send what follows.
 
-        `hidden` (R, D) are their output rows. When it returns all of it is in store and queue. May
+        `hidden` (R, D) are their output rows. When it returns all of it is in store and queue,
+        but for slices that complete no step: theirs are when the next one's are. May
         be repeated after any error: `KernelError`, which comes before anything was sent, and
         `TransientError`.
         """
         group = slices[0].group
-        ends = np.cumsum([piece.num_rows for piece in slices])
+        ends = list(accumulate(piece.num_rows for piece in slices))
         confirm: Confirm | None
         if group == self._layout.last_group:
             self._write_rows(slices)
@@ -86,19 +89,42 @@ class Output:
             confirm = self._sender.publish(following)
             reached(self._faults, Point.PUBLISH, slices)
         else:
+            encoded = encode_hidden(hidden, self._layout.wire).items()  # (R, ...) each
             confirm = self._sender.publish(
                 [
-                    self._routed(piece, next_group_step(piece, hidden[end - piece.num_rows : end]))
+                    self._routed(
+                        piece,
+                        next_group_step(
+                            piece, {n: t[end - piece.num_rows : end] for n, t in encoded}
+                        ),
+                    )
                     for piece, end in zip(slices, ends, strict=True)
                 ]
             )
             reached(self._faults, Point.PUBLISH, slices)
             self._stages.lap(CONFIRM)
             self._write_rows(slices)  # beside the publish: both end before the ack
-        if confirm is not None:
-            confirm.wait(self._confirm_timeout_s)
+        self._wait(slices, confirm)
         self._stages.lap(CONFIRM)
         reached(self._faults, Point.CONFIRM, slices)
+
+    def _wait(self, slices: Sequence[Slice], confirm: Confirm | None) -> None:
+        """Wait for what these slices and those before them have sent.
+
+        Where none completes its step, nothing is acked for now: the next slice is computed
+        meanwhile, and its turn waits. What goes wrong is then raised there, with the same delivery.
+        """
+        for piece in slices:
+            if piece.pending.unconfirmed is not None:
+                piece.pending.unconfirmed.wait(self._confirm_timeout_s)
+                piece.pending.unconfirmed = None
+        if confirm is None:
+            return
+        if any(piece.completes for piece in slices):
+            confirm.wait(self._confirm_timeout_s)
+            return
+        for piece in slices:
+            piece.pending.unconfirmed = confirm
 
     def _write_rows(self, slices: Sequence[Slice]) -> None:
         if self._kv_pages is not None:
@@ -107,7 +133,7 @@ class Output:
         reached(self._faults, Point.WRITE, slices)
 
     def _commit_tokens(
-        self, slices: Sequence[Slice], hidden: FloatRows, ends: npt.NDArray[np.intp]
+        self, slices: Sequence[Slice], hidden: FloatRows, ends: Sequence[int]
     ) -> list[Step]:
         """Commit the tokens of every slice that ends its step; returns the decode steps to send.
 
@@ -121,7 +147,7 @@ class Output:
                 rows += range(end - 1 - len(piece.draft), end)
         outcomes = sample_and_commit(
             pieces,
-            hidden[rows],
+            hidden if len(rows) == len(hidden) else hidden[rows],
             self._layer_groups[self._layout.last_group],
             self._ledger,
             self._stages,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from services.worker.batch import Slice
 from services.worker.compute import CacheOf
 from shared.store.kv_pages import KvPages, KvRows
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 
 
 def write_rows(
-    slices: Sequence[Slice], cache_of: CacheOf, kv_pages: KvPages, ledger: Ledger
+    slices: Sequence[Slice], cache_of: CacheOf, kv_pages: KvPages, ledger: RequestLedger
 ) -> None:
     """Store the rows of known tokens that computing these slices of one group added to the caches.
 

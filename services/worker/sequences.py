@@ -6,7 +6,6 @@ them. A cache that is behind is topped up from the store; one that is dropped is
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ Key = tuple[int, str]  # (group, request_id)
 EMBEDDED_IDLE_S = 600.0
 # Rows of a draft are nowhere else until the next step tells which of them count.
 DRAFT_GRACE_S = 2.0
+# Read at once: what is on its way lies in memory several times.
+READ_POSITIONS = 256
 
 
 @dataclass(slots=True)
@@ -129,8 +130,10 @@ class SequencePool:
                     f"KV rows {have}..{position - 1} of {request_id} are gone in group {group}"
                 )
             try:
-                rows = self._kv_pages.read(request_id, group, have, position)
-                state.cache.import_rows(have, rows)
+                for start in range(have, position, READ_POSITIONS):
+                    stop = min(start + READ_POSITIONS, position)
+                    rows = self._kv_pages.read(request_id, group, start, stop)
+                    state.cache.import_rows(start, rows)
             except (KernelError, StoreDamaged) as error:
                 if not self._kv_pages.drop_shared(request_id, group):
                     raise
@@ -154,9 +157,9 @@ class SequencePool:
     def trim(self, *, now_s: float) -> None:
         """Evict idle states, then the least recently used ones until the budget holds."""
         embedded = self._kv_pages is None
-        max_bytes = math.inf if embedded else self._max_bytes
+        max_bytes = 0 if embedded else self._max_bytes
         idle_s = EMBEDDED_IDLE_S if embedded else self._idle_s
-        total = self.num_bytes
+        total = 0 if embedded else self.num_bytes  # without a budget nobody needs to know
         for key in list(self._states):
             state = self._states[key]
             idle_for_s = now_s - state.last_used_s
@@ -166,6 +169,25 @@ class SequencePool:
                 continue
             total -= state.cache.nbytes
             del self._states[key]
+
+    def make_room(self, wanted: Sequence[tuple[int, str, int]]) -> None:
+        """Evict others, so that the budget holds once these (group, request_id, end position) are
+        in the caches; those whose last rows are a draft only if it must be."""
+        if self._kv_pages is None:
+            return
+        need = 0
+        keep = set()
+        for group, request_id, end_position in wanted:
+            key = (group, request_id)
+            cache = self._states[key].cache if key in self._states else self._make_cache(group)
+            need += max(cache.nbytes, cache.bytes_for(end_position))
+            keep.add(key)
+        others = [key for key in self._states if key not in keep]
+        need += sum(self._states[key].cache.nbytes for key in others)
+        for key in sorted(others, key=lambda key: bool(self._states[key].draft)):
+            if need <= self._max_bytes:
+                return
+            need -= self._states.pop(key).cache.nbytes
 
     def num_active(self, *, since_s: float) -> int:
         """How many requests had a turn since then."""

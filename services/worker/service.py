@@ -57,6 +57,9 @@ IDLE_TURN_S = 0.25
 # After others were told of a drain, until they have read it: what they send meanwhile is taken.
 DRAIN_NOTICE_S = 1.5
 MIN_KV_CACHE_BYTES = 4 << 20
+# Of what weights and base leave. The rest is lost between pages that come and go: at 1.0, 24
+# requests of up to 2,000 tokens brought a worker of 256 MiB to 265 MB.
+ROWS_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +292,8 @@ class WorkerService:
         """The limits, with the KV cache cut to what these groups' weights leave of the memory."""
         limits = self._options.limits
         left_bytes = self._weight_budget_bytes - sum(self._group_bytes[g] for g in groups)
-        kv_cache_bytes = max(MIN_KV_CACHE_BYTES, min(limits.kv_cache_bytes, left_bytes))
+        for_rows_bytes = round(left_bytes * ROWS_SHARE)
+        kv_cache_bytes = max(MIN_KV_CACHE_BYTES, min(limits.kv_cache_bytes, for_rows_bytes))
         return replace(limits, kv_cache_bytes=kv_cache_bytes)
 
     def _info(self) -> WorkerInfo:
@@ -316,6 +320,7 @@ class WorkerService:
             num_decode_turns=worker.stages.num_turns if worker else 0,
             stage_us=worker.stages.totals_us() if worker else (),
             told_unix_ms=time.time_ns() // 1_000_000,
+            kv_cache_bytes=worker.kv_cache_bytes if worker else 0,
         )
 
     def _num_steps(self) -> int:

@@ -12,7 +12,7 @@ from services.worker.steps import with_draft
 from services.worker.verdict import TOKEN_IDS
 from shared.errors import DecodeError, StoreDamaged, StoreUnavailable
 from shared.messages import Step
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 
 # After a re-drive, or when another worker had a turn: a lost draft costs a re-drive, and reading
 # the text again some milliseconds.
@@ -22,7 +22,7 @@ QUIET_TOKENS = 64
 class Speculation:
     """The drafts of one worker that serves the last layer group, `group`."""
 
-    def __init__(self, pool: SequencePool, ledger: Ledger, group: int) -> None:
+    def __init__(self, pool: SequencePool, ledger: RequestLedger, group: int) -> None:
         self._pool = pool
         self._ledger = ledger
         self._group = group

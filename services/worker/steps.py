@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from services.worker.batch import Slice
 from services.worker.router import with_worker
-from services.worker.verdict import HIDDEN, TOKEN_IDS
+from services.worker.verdict import TOKEN_IDS
 from shared.messages import Step
 
 
@@ -25,15 +26,18 @@ def routed(step: Step, *, worker_id: str, group: int, next_worker: str) -> Step:
     return replace(step, route=route)
 
 
-def next_group_step(piece: Slice, hidden: npt.NDArray[np.float32]) -> Step:
-    """The step of the next group: the slice's output rows (T, D), sampled if the slice ends it."""
+def next_group_step(piece: Slice, hidden: Mapping[str, npt.NDArray[Any]]) -> Step:
+    """The step of the next group: the slice's T output rows, sampled if the slice ends it.
+
+    `hidden` are the rows as tensors of the layout's wire.
+    """
     step = piece.pending.step
     return replace(
         step,
         group=step.group + 1,
         position=piece.position,
         sample=step.sample and piece.completes,
-        tensors={HIDDEN: hidden},
+        tensors=hidden,
         draft=piece.draft,
         accepted=piece.accepted,
     )

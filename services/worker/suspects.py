@@ -17,7 +17,7 @@ import structlog
 from services.worker.batch import Pending
 from shared.errors import StoreDamaged, StoreUnavailable
 from shared.store.attempts import Attempts, StepName
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 from shared.store.presence_types import WorkerInfo
 
 log = structlog.get_logger()
@@ -52,7 +52,7 @@ class Suspects:
     def __init__(
         self,
         attempts: Attempts | None,
-        ledger: Ledger,
+        ledger: RequestLedger,
         *,
         worker_id: str,
         max_attempts: int,

@@ -20,8 +20,8 @@ from shared.errors import StoreDamaged
 from shared.messages import FinishReason, Step
 from shared.model.layer_group import LayerGroup
 from shared.model.sampling import sample
-from shared.store.ledger import Ledger
-from shared.store.ledger_types import AlreadyCommitted, Committed
+from shared.store.ledger_base import RequestLedger
+from shared.store.ledger_types import AlreadyCommitted, Commit, CommitResult, Committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def sample_and_commit(
     pieces: Sequence[Slice],
     rows: npt.NDArray[np.float32],
     layer_group: LayerGroup,
-    ledger: Ledger,
+    ledger: RequestLedger,
     stages: Stages,
 ) -> list[Outcome]:
     """Sample the tokens of slices that end their steps, and commit those of each.
@@ -61,30 +61,26 @@ def sample_and_commit(
     if not pieces:
         return []
     logits = layer_group.logits(rows)  # (R, V)
-    outcomes: list[Outcome] = []
+    commits: list[Commit] = []
     start = 0
     for piece in pieces:
-        end = start + 1 + len(piece.draft)
-        outcomes.append(_commit(piece, logits[start:end], ledger, stages))
+        end, step = start + 1 + len(piece.draft), piece.pending.step
+        token_ids, reason = _draw(step, piece.draft, logits[start:end])
+        commits.append(Commit(step.request_id, step.epoch, step.end_position, token_ids, reason))
         start = end
-    return outcomes
-
-
-def _commit(
-    piece: Slice, logits: npt.NDArray[np.float32], ledger: Ledger, stages: Stages
-) -> Outcome:
-    step = piece.pending.step
-    token_ids, reason = _draw(step, piece.draft, logits)
     stages.lap(COMPUTE)
-    try:
-        result = ledger.commit(step.request_id, step.epoch, step.end_position, token_ids, reason)
-    except StoreDamaged as error:  # of this request alone: its neighbours go on
-        return OutOfOrder(str(error))
-    finally:
-        stages.lap(REDIS)
+    results = ledger.commit_all(commits)
+    stages.lap(REDIS)
+    return [_outcome(*each) for each in zip(pieces, commits, results, strict=True)]
+
+
+def _outcome(piece: Slice, commit: Commit, result: CommitResult | StoreDamaged) -> Outcome:
+    token_ids, reason = commit.token_ids, commit.finish
     match result:
         case Committed():
             pass
+        case StoreDamaged():  # of this request alone: its neighbours go on
+            return OutOfOrder(str(result))
         case AlreadyCommitted(token_ids=winners, finish=won):
             # The commit happened, the publish perhaps not: send the same output again.
             token_ids, reason = winners, won
@@ -96,7 +92,7 @@ def _commit(
         return Ended()
     # Of a repeat with another draft, or without one, the rows may be fewer than the tokens.
     num_computed = min(common_prefix(piece.draft, token_ids), len(token_ids) - 1)
-    return GoOn(following_step(step, token_ids=token_ids, num_computed=num_computed))
+    return GoOn(following_step(piece.pending.step, token_ids=token_ids, num_computed=num_computed))
 
 
 def _draw(

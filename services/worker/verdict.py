@@ -10,9 +10,9 @@ import numpy as np
 from shared.messages import FinishReason, Step
 from shared.model.config import ModelConfig
 from shared.topology import Layout
+from shared.wire import hidden_problem
 
 TOKEN_IDS: Final = "token_ids"
-HIDDEN: Final = "hidden"
 
 
 def step_problem(step: Step, *, layout: Layout, config: ModelConfig, groups: Container[int]) -> str:
@@ -30,28 +30,22 @@ def step_problem(step: Step, *, layout: Layout, config: ModelConfig, groups: Con
             f"positions {step.position}..{end - 1} exceed the model's "
             f"{config.max_position_embeddings}"
         )
-    return _tensor_problem(step, config)
-
-
-def _tensor_problem(step: Step, config: ModelConfig) -> str:
-    name = TOKEN_IDS if step.group == 0 else HIDDEN
-    tensor = step.tensors.get(name)
-    if tensor is None:
-        return f"step for group {step.group} carries no tensor {name!r}"
     if step.group == 0:
-        if tensor.ndim != 1 or tensor.dtype != np.int32:
-            return f"token_ids must be int32 (T,), got {tensor.dtype} {tensor.shape}"
-        if tensor.min() < 0 or tensor.max() >= config.vocab_size:
-            return f"token_ids must be in 0..{config.vocab_size - 1}"
-        if step.draft and tuple(tensor[1:].tolist()) != step.draft:
-            return "the draft is not what token_ids ends with"
-        return ""
-    if tensor.ndim != 2 or tensor.shape[1] != config.hidden_size or tensor.dtype != np.float32:
-        return (
-            f"hidden must be float32 (T, {config.hidden_size}), got {tensor.dtype} {tensor.shape}"
-        )
-    if not np.isfinite(tensor).all():
-        return "hidden holds a value that is not finite"
+        return _tokens_problem(step, config)
+    return hidden_problem(step.tensors, layout.wire, config.hidden_size)
+
+
+def _tokens_problem(step: Step, config: ModelConfig) -> str:
+    tensor = step.tensors.get(TOKEN_IDS)
+    if tensor is None:
+        return f"step for group 0 carries no tensor {TOKEN_IDS!r}"
+    if tensor.ndim != 1 or tensor.dtype != np.int32:
+        return f"token_ids must be int32 (T,), got {tensor.dtype} {tensor.shape}"
+    token_ids = tensor.tolist()  # mostly one: Python is done before a NumPy call has begun
+    if min(token_ids) < 0 or max(token_ids) >= config.vocab_size:
+        return f"token_ids must be in 0..{config.vocab_size - 1}"
+    if step.draft and tuple(token_ids[1:]) != step.draft:
+        return "the draft is not what token_ids ends with"
     return ""
 
 

@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from services.worker.batch import Pending, Slice, plan_batch
+from services.worker.batch import Pending, Slice, max_slice_rows, plan_batch
 from services.worker.compute import forward_batch
 from services.worker.endings import Endings
 from services.worker.faults import Faults, Point, reached
 from services.worker.inbox import Inbox
 from services.worker.limits import WorkerLimits
 from services.worker.output import Output
+from services.worker.pace import Pace
 from services.worker.quarantine import Quarantine
 from services.worker.readiness import Readiness, unix_ms
 from services.worker.sender import Sender
@@ -44,9 +45,10 @@ from shared.model.layer_group import LayerGroup
 from shared.model.local_prefixes import LocalPrefixes
 from shared.store.attempts import Attempts
 from shared.store.kv_pages import KvPages
-from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 from shared.store.presence_types import WorkerInfo
 from shared.topology import Layout, group_queue, inbox_queue, inbox_spec
+from shared.wire import row_bytes
 
 log = structlog.get_logger()
 
@@ -83,7 +85,7 @@ class Worker:
         config: ModelConfig,
         layer_groups: Mapping[int, LayerGroup],
         broker: Broker,
-        ledger: Ledger,
+        ledger: RequestLedger,
         kv_pages: KvPages | None,
         prefixes: LocalPrefixes | None = None,
         membership: Membership | None = None,
@@ -101,10 +103,13 @@ class Worker:
         self._layout = layout
         self._config = config
         self._layer_groups: dict[int, LayerGroup] = {}
+        # By group, what the KV cache holds. Rows that are nowhere else stay, whatever the bound.
+        self._max_positions: dict[int, int] | None = None if kv_pages is None else {}
         self._group_order: list[int] = []  # the one that waits longest for a turn first
         self._broker = broker
         self._ledger = ledger
         self._limits = limits
+        self._max_slice_rows = max_slice_rows(row_bytes(layout.wire, config.hidden_size))
         self._faults = faults
         self._computing: Callable[[], AbstractContextManager[None]] = (
             watchdog.computing if watchdog else nullcontext
@@ -136,6 +141,7 @@ class Worker:
             unix_ms=unix_ms,
         )
         self._suspects_first = True
+        self._pace = Pace()
         self._endings = Endings(
             self._inbox,
             ledger,
@@ -185,6 +191,10 @@ class Worker:
         return tuple(sorted(self._layer_groups))
 
     @property
+    def kv_cache_bytes(self) -> int:
+        return self._limits.kv_cache_bytes
+
+    @property
     def num_pending(self) -> int:
         """Steps that were received and are not settled."""
         return len(self._inbox)
@@ -197,6 +207,9 @@ class Worker:
         """Serve one more group from now on."""
         self._layer_groups[group] = layer_group
         self._group_order.append(group)
+        if self._max_positions is not None:
+            row_bytes = layer_group.new_cache().row_bytes
+            self._max_positions[group] = self._limits.kv_cache_bytes // row_bytes
         self._consume(group)
 
     def drop_group(self, group: int) -> None:
@@ -239,11 +252,15 @@ class Worker:
         the broker after a back-off; nothing is raised for them.
         """
         self._inbox.receive(timeout_s, now_s=self._clock())
+        now_s, max_rows = self._clock(), self._limits.max_batch_rows
         slices = plan_batch(
             self._inbox.items(),
-            now_s=self._clock(),
-            max_rows=self._limits.max_batch_rows,
+            now_s=now_s,
+            max_rows=max_rows,
+            max_slice_rows=self._max_slice_rows,
+            max_prefill_rows=self._pace.prefill_rows(self._inbox, now_s=now_s, max_rows=max_rows),
             max_sequences=self._limits.max_batch_sequences,
+            max_positions=self._max_positions,
             group_order=self._group_order,
             suspects_first=self._suspects_first,
         )
@@ -275,6 +292,7 @@ class Worker:
 
     def _run(self, slices: Sequence[Slice]) -> int:
         self.stages.begin()
+        self._pool.make_room([(p.group, p.request_id, p.end_position) for p in slices])
         slices = self._readiness.ready(slices)
         self.stages.lap(PREPARE)
         if not slices:
@@ -284,7 +302,9 @@ class Worker:
         try:
             with self._computing():
                 reached(self._faults, Point.COMPUTE, slices)
-                hidden = forward_batch(self._layer_groups[group], slices, self._cache)  # (R, D)
+                hidden = forward_batch(  # (R, D)
+                    self._layer_groups[group], slices, self._cache, self._layout.wire
+                )
             self.stages.lap(COMPUTE)
             self._note_drafts(slices)
             self._output.pass_on(slices, hidden)
@@ -295,6 +315,7 @@ class Worker:
         self.stages.end(slices)
         now_s = self._clock()
         self.turn_s += TURN_WEIGHT * (now_s - started_s - self.turn_s)
+        self._pace.note(slices, now_s - started_s)
         log.debug(
             "batch_done",
             group=group,

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from shared.broker.base import Confirm, Delivery, Outgoing, refuse_oversized
-from shared.broker.memory_hub import HubConsumer, HubMessage, HubQueue, MemoryHub
+from shared.broker.memory_hub import HubConsumer, HubMessage, MemoryHub
 from shared.errors import BrokerUnavailable, CellpipeError, ConfigError
 from shared.topology import QueueSpec
 
@@ -50,8 +50,7 @@ class MemoryBroker:
             self._require_open()
             self._hub.keep_time()
             for spec in queues:
-                existing = self._hub.queues.setdefault(spec.name, HubQueue(spec))
-                existing.used_at_s = self._hub.clock()
+                existing = self._hub.declare(spec)
                 if existing.spec != spec:
                     raise ConfigError(
                         f"queue {spec.name} exists with other arguments:"
@@ -93,7 +92,7 @@ class MemoryBroker:
 
     def take(self, timeout_s: float) -> Delivery | None:
         give_up_at_s = time.monotonic() + timeout_s
-        with self._arrived:
+        with self._hub.lock:
             while True:
                 next_expiry_s = self._hub.keep_time()
                 if self._closed:

@@ -73,8 +73,19 @@ class MemoryHub:
         self.clock = clock
         self.lock = threading.Lock()
         self.queues: dict[str, HubQueue] = {}
+        self._timed: list[HubQueue] = []  # those with a time limit
         self._next_sequence = 0
         self._next_delivery = 0
+
+    def declare(self, spec: QueueSpec) -> HubQueue:
+        """The queue of that name, used right now; a new one is made as `spec` says."""
+        queue = self.queues.get(spec.name)
+        if queue is None:
+            queue = self.queues[spec.name] = HubQueue(spec)
+            if spec.message_ttl_ms is not None or spec.expires_ms is not None:
+                self._timed.append(queue)
+        queue.used_at_s = self.clock()
+        return queue
 
     def publish(self, outgoing: Outgoing, *, first_queue: str = "") -> TransientError | None:
         """Queue one message and hand it out if a consumer has room; the refusal, if any."""
@@ -90,7 +101,9 @@ class MemoryHub:
         message = HubMessage(self._next_sequence, outgoing, expires_at_s, first_queue=first_queue)
         queue.ready.append(message)
         self.dispatch(queue)
-        if queue.ready and ttl_ms is not None:
+        if not queue.ready:
+            return None
+        if ttl_ms is not None:
             self._announce_expiry(queue)
         if queue.is_over_limit():
             queue.ready.pop()
@@ -139,9 +152,11 @@ class MemoryHub:
 
     def keep_time(self) -> float | None:
         """Move on what waited too long, delete what nobody used; seconds until the next such."""
+        if not self._timed:
+            return None
         now_s = self.clock()
         soonest_s: float | None = None
-        for queue in list(self.queues.values()):
+        for queue in list(self._timed):
             while queue.ready and (at_s := queue.ready[0].expires_at_s) is not None:
                 if at_s > now_s:
                     soonest_s = at_s if soonest_s is None else min(soonest_s, at_s)
@@ -152,6 +167,7 @@ class MemoryHub:
                 queue.used_at_s = now_s
             elif expires_ms is not None and now_s - queue.used_at_s >= expires_ms / 1000:
                 del self.queues[queue.spec.name]
+                self._timed.remove(queue)
         return None if soonest_s is None else soonest_s - now_s
 
     def _announce_expiry(self, queue: HubQueue) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from shared.errors import TransientError
 from shared.messages import FinishReason, Request, SamplingParams
 from shared.producer import Producer, new_request_id
-from shared.store.ledger import START
+from shared.store.ledger_base import START
 from shared.store.ledger_types import FinalEvent, TokenEvent
 
 RETRY_S = 0.2

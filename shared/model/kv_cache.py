@@ -6,6 +6,7 @@ position, for each layer of the group, keys then values, fp16 little-endian, kv 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,6 +31,7 @@ class SequenceCache:
         self.pages: list[Page] = []
         self.page_addresses = np.empty(0, np.uintp)  # of the pages' first bytes, for the kernel
         self._page_shape = (num_layers, num_key_value_heads, 2, PAGE_POSITIONS, head_dim)
+        self.page_bytes = 2 * math.prod(self._page_shape)
 
     @property
     def row_bytes(self) -> int:
@@ -37,13 +39,13 @@ class SequenceCache:
         return self.page_bytes // PAGE_POSITIONS
 
     @property
-    def page_bytes(self) -> int:
-        return 2 * int(np.prod(self._page_shape))
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the pages that exist."""
         return len(self.pages) * self.page_bytes
+
+    def bytes_for(self, end_position: int) -> int:
+        """Bytes of the pages of positions 0..end_position-1."""
+        return -(-end_position // PAGE_POSITIONS) * self.page_bytes
 
     def adopt_pages(self, pages: Sequence[Page]) -> None:
         """Begin with full pages that other sequences hold too; nobody writes to them again."""

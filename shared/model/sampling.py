@@ -13,6 +13,8 @@ that the same logits, parameters, seed and position give the same token on every
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -37,11 +39,12 @@ def sample(
     temperature 0 is greedy (the lowest id of the largest logit); top_k 0 and top_p 1 are off.
     `position` is that of the token that is drawn. Raises `KernelError` for logits not finite.
     """
-    if not np.isfinite(logits).all():
+    largest = int(np.argmax(logits))  # of the first NaN, if there is one
+    if not (math.isfinite(logits[largest]) and math.isfinite(logits.min())):
         raise KernelError("logits are not finite")
     scale = np.float32(temperature)
     if scale == 0 or top_k == 1:  # a temperature below binary32 is greedy too
-        return int(np.argmax(logits))
+        return largest
     ids = _top_k(logits, top_k)
     chosen = logits if ids is None else logits[ids]
     with np.errstate(over="ignore"):  # -infinity has weight 0

@@ -1,6 +1,7 @@
-"""A Redis inside this process, for the embedded mode and for tests. Knows no key and no value.
+"""A Redis inside this process, for embedded workers that share KV rows, and for tests.
 
-The only importer of fakeredis. The same store code and the same Lua scripts run on it.
+The only importer of fakeredis. The same store code and the same Lua scripts run on it. Knows no key
+and no value.
 """
 
 from __future__ import annotations

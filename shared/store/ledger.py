@@ -9,15 +9,14 @@ Knows no queue and no model.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
-from shared.errors import RequestError, StoreDamaged
+from shared.errors import StoreDamaged
 from shared.messages import FinishReason
 from shared.store import keys
 from shared.store.connection import Call, Connection
+from shared.store.ledger_base import MAX_ERROR_CHARS, START, read_event_id
 from shared.store.ledger_fields import (
-    MAX_ERROR_CHARS,
     flat_fields,
     pairs,
     read_event,
@@ -27,6 +26,7 @@ from shared.store.ledger_fields import (
 )
 from shared.store.ledger_types import (
     AlreadyCommitted,
+    Commit,
     CommitResult,
     Committed,
     Event,
@@ -41,8 +41,6 @@ from shared.store.ledger_types import (
 )
 from shared.store.scripts import load_script
 
-START = "0-0"  # before the first event
-_EVENT_ID = re.compile(r"\d{1,19}-\d{1,19}\Z", re.ASCII)
 _STATE_FIELDS = ("epoch", "committed", "finish_reason", "error")
 
 
@@ -129,39 +127,34 @@ class Ledger:
         The request ends with the last when `finish` says so. The event of each and the final event
         are stored by the same script. Raises `StoreDamaged`.
         """
-        reply = self._meta.run(
-            Call(
-                load_script("ledger_commit"),
-                (keys.ledger(request_id), keys.events(request_id)),
-                (
-                    epoch,
-                    position,
-                    finish or "",
-                    self._running_ttl_ms,
-                    self._finished_ttl_ms,
-                    *token_ids,
-                ),
-            )
+        result = self.commit_all([Commit(request_id, epoch, position, token_ids, finish)])[0]
+        if isinstance(result, StoreDamaged):
+            raise result
+        return result
+
+    def commit_all(self, commits: Sequence[Commit]) -> list[CommitResult | StoreDamaged]:
+        """What became of each commit, in one round trip; damage is that of one request alone."""
+        replies = self._meta.run_all(
+            [
+                Call(
+                    load_script("ledger_commit"),
+                    (keys.ledger(commit.request_id), keys.events(commit.request_id)),
+                    (
+                        commit.epoch,
+                        commit.position,
+                        commit.finish or "",
+                        self._running_ttl_ms,
+                        self._finished_ttl_ms,
+                        *commit.token_ids,
+                    ),
+                )
+                for commit in commits
+            ],
+            keep=(StoreDamaged,),
         )
-        match reply:
-            case [b"committed"]:
-                return Committed()
-            case [b"already", reason, *won]:
-                return AlreadyCommitted(tuple(map(int, won)), read_reason(reason))
-            case [b"damaged"]:
-                raise StoreDamaged(f"the events of request {request_id} were lost")
-            case [b"stale"]:
-                return Stale()
-            case [b"gap", committed]:
-                return Gap(int(committed))
-            case [b"fenced", current]:
-                return Fenced(int(current))
-            case [b"finished", reason]:
-                return Finished(read_reason(reason) or FinishReason.ERROR)
-            case [b"unknown"]:
-                return Unknown()
-            case _:
-                raise AssertionError(f"ledger_commit.lua answered {reply!r}")
+        return [
+            reply if isinstance(reply, StoreDamaged) else _commit_result(reply) for reply in replies
+        ]
 
     def finish(self, request_id: str, reason: FinishReason, error: str = "") -> bool:
         """End a request that still runs. False when it has ended before, or is not known."""
@@ -203,8 +196,7 @@ class Ledger:
         Waits up to `block_ms` for the first one, 0 not at all; the wait is cut to half of the
         connection's timeout. Raises `RequestError` for a malformed `after`.
         """
-        if not _EVENT_ID.match(after):
-            raise RequestError(f"event id must be <position>-<number>, got {after!r:.80}")
+        read_event_id(after)  # Redis would take "$" and others too
         block_ms = min(block_ms, int(self._meta.timeout_s * 500))
         waiting = ("BLOCK", block_ms) if block_ms > 0 else ()
         reply = self._meta.run(
@@ -234,3 +226,32 @@ class Ledger:
         """
         entries = self._meta.run(("XRANGE", keys.events(request_id), "-", "+"))
         return [e.token_id for e in map(read_event, entries) if isinstance(e, TokenEvent)]
+
+
+def _commit_result(reply: list[bytes]) -> CommitResult | StoreDamaged:
+    try:
+        return _read_commit(reply)
+    except StoreDamaged as error:
+        return error
+
+
+def _read_commit(reply: list[bytes]) -> CommitResult:
+    match reply:
+        case [b"committed"]:
+            return Committed()
+        case [b"already", reason, *won]:
+            return AlreadyCommitted(tuple(map(int, won)), read_reason(reason))
+        case [b"damaged"]:
+            raise StoreDamaged("the events of the request were lost")
+        case [b"stale"]:
+            return Stale()
+        case [b"gap", committed]:
+            return Gap(int(committed))
+        case [b"fenced", current]:
+            return Fenced(int(current))
+        case [b"finished", reason]:
+            return Finished(read_reason(reason) or FinishReason.ERROR)
+        case [b"unknown"]:
+            return Unknown()
+        case _:
+            raise AssertionError(f"ledger_commit.lua answered {reply!r}")

@@ -15,9 +15,8 @@ import numpy as np
 from shared.errors import CellpipeError, DecodeError, StoreDamaged
 from shared.messages import FinishReason, SamplingParams
 from shared.store.connection import Argument
+from shared.store.ledger_base import MAX_ERROR_CHARS
 from shared.store.ledger_types import Event, FinalEvent, LedgerRecord, RequestState, TokenEvent
-
-MAX_ERROR_CHARS = 2000
 
 
 def flat_fields(record: LedgerRecord) -> list[Argument]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.messages import FinishReason, SamplingParams
@@ -50,6 +51,18 @@ class RequestState:
     committed_position: int
     finish_reason: FinishReason | None
     error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tokens of the positions from `position` on. The request ends with the last one if `finish`
+    says so."""
+
+    request_id: str
+    epoch: int
+    position: int
+    token_ids: Sequence[int]
+    finish: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)

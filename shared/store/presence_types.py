@@ -77,6 +77,7 @@ class WorkerInfo(_Presence):
     had one lately; `turn_us` is how long a turn takes of late. `reason` says why it is in a state
     that is not its usual one. `stage_us` are sums over `num_decode_steps` steps in
     `num_decode_turns` batches, in the order of `STAGES`. `told_unix_ms` is when it told all that.
+    `kv_cache_bytes` is what it has for the KV rows of sequences, 0 if it does not say.
     """
 
     worker_id: str
@@ -100,6 +101,7 @@ class WorkerInfo(_Presence):
     num_decode_turns: int = 0
     stage_us: tuple[int, ...] = ()
     told_unix_ms: int = 0
+    kv_cache_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from shared.errors import Overloaded
 from shared.messages import FinishReason, Reply, Request, SamplingParams
 from shared.producer import Producer, new_request_id
 from shared.store.connection import connect
-from shared.store.ledger import START, Ledger
+from shared.store.ledger import Ledger
+from shared.store.ledger_base import START
 from shared.store.ledger_types import FinalEvent, TokenEvent
 from shared.topology import DEAD_QUEUE, REQUESTS_QUEUE, QueueSpec, control_queues
 from tests.gguf_files import TinyModel, write_gguf

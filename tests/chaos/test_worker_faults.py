@@ -150,13 +150,13 @@ def test_killer_input_is_dead_lettered_after_three(cluster: TinyCluster) -> None
     cluster.good[1].terminate()
     cluster.good[1].wait(timeout=20)
     workers = [cluster.add(1, faults, num_workers=2)]
-    others = [f"other-{n}" for n in range(8)]
+    others = [f"other-{n}" for n in range(50)]
 
-    cluster.submit(others[:4])
+    cluster.submit(others[:24])
     cluster.producer.submit(
         Request("killer", token_ids=tuple(PROMPTS[0]), sampling=cluster.params(0))
     )
-    cluster.submit(others[4:])
+    cluster.submit(others[24:])
     ledger = Ledger(cluster.stores.meta)
     deadline_s = time.monotonic() + 120
     while True:

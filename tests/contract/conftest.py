@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -18,13 +19,17 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     server.stop()
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.servers)])
-def stores(request: pytest.FixtureRequest) -> Iterator[Stores]:
-    """Empty stores: inside the process, and on a real server."""
-    url = "memory://"
-    if request.param == "redis":
-        url = request.getfixturevalue("shared_redis").url
+@contextmanager
+def open_stores(variant: str, request: pytest.FixtureRequest) -> Iterator[Stores]:
+    """Empty stores: "memory" inside the process, "redis" on a real server."""
+    url = request.getfixturevalue("shared_redis").url if variant == "redis" else "memory://"
     stores = connect(url)
     stores.meta.run(("FLUSHALL",))
     yield stores
     stores.close()
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.servers)])
+def stores(request: pytest.FixtureRequest) -> Iterator[Stores]:
+    with open_stores(request.param, request) as stores:
+        yield stores

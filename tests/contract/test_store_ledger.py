@@ -1,19 +1,20 @@
-"""The ledger's promises, on every variant of the store."""
+"""The ledger's promises, on every variant of it."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
-from shared.errors import DecodeError, RequestError, StoreDamaged
+from shared.errors import RequestError
 from shared.messages import FinishReason, SamplingParams
 from shared.store import keys
-from shared.store.connection import Stores
 from shared.store.ledger import Ledger
+from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import (
     AlreadyCommitted,
     Committed,
@@ -27,6 +28,8 @@ from shared.store.ledger_types import (
     TokenEvent,
     Unknown,
 )
+from shared.store.memory_ledger import MemoryLedger
+from tests.contract.conftest import open_stores
 
 RECORD = LedgerRecord(
     request_id="req-1",
@@ -42,21 +45,25 @@ RECORD = LedgerRecord(
 )
 
 
-@pytest.fixture
-def ledger(stores: Stores) -> Ledger:
-    ledger = Ledger(stores.meta)
-    assert ledger.admit(RECORD)
-    return ledger
+@pytest.fixture(params=["process", "memory", pytest.param("redis", marks=pytest.mark.servers)])
+def ledger(request: pytest.FixtureRequest) -> Iterator[RequestLedger]:
+    """With one record, in every variant there is."""
+    with ExitStack() as opened:
+        ledger: RequestLedger = MemoryLedger()
+        if request.param != "process":
+            ledger = Ledger(opened.enter_context(open_stores(request.param, request)).meta)
+        assert ledger.admit(RECORD)
+        yield ledger
 
 
-def test_a_record_is_read_as_it_was_written(ledger: Ledger) -> None:
+def test_a_record_is_read_as_it_was_written(ledger: RequestLedger) -> None:
     got = ledger.get("req-1")
 
     assert got == dataclasses.replace(RECORD, committed_position=2)
     assert got.num_generated == 0
 
 
-def test_a_request_that_is_known_is_adopted_not_overwritten(ledger: Ledger) -> None:
+def test_a_request_that_is_known_is_adopted_not_overwritten(ledger: RequestLedger) -> None:
     ledger.commit("req-1", 4, 3, [11])
 
     admitted = ledger.admit(dataclasses.replace(RECORD, prompt_token_ids=(9,)))
@@ -67,7 +74,7 @@ def test_a_request_that_is_known_is_adopted_not_overwritten(ledger: Ledger) -> N
     assert (record.prompt_token_ids, record.committed_position) == ((1, 49_151, 7), 3)
 
 
-def test_an_unknown_request_has_no_record_and_no_state(ledger: Ledger) -> None:
+def test_an_unknown_request_has_no_record_and_no_state(ledger: RequestLedger) -> None:
     assert ledger.get("nobody") is None
     assert ledger.states(["nobody"]) == {}
     assert ledger.tokens("nobody") == []
@@ -77,14 +84,7 @@ def test_an_unknown_request_has_no_record_and_no_state(ledger: Ledger) -> None:
     assert ledger.advance_epoch("nobody", 0, 1) is None
 
 
-def test_a_garbled_record_is_a_decode_error(ledger: Ledger, stores: Stores) -> None:
-    stores.meta.run(("HSET", keys.ledger("req-1"), "max_position", "many"))
-
-    with pytest.raises(DecodeError, match="ledger of request req-1"):
-        ledger.get("req-1")
-
-
-def test_the_first_writer_of_a_position_wins(ledger: Ledger) -> None:
+def test_the_first_writer_of_a_position_wins(ledger: RequestLedger) -> None:
     first = ledger.commit("req-1", 4, 3, [11])
     second = ledger.commit("req-1", 4, 3, [99])
 
@@ -92,7 +92,7 @@ def test_the_first_writer_of_a_position_wins(ledger: Ledger) -> None:
     assert ledger.tokens("req-1") == [11]
 
 
-def test_tokens_of_one_step_are_committed_together(ledger: Ledger) -> None:
+def test_tokens_of_one_step_are_committed_together(ledger: RequestLedger) -> None:
     assert ledger.commit("req-1", 4, 3, [11, 12, 13]) == Committed()
 
     record = ledger.get("req-1")
@@ -105,7 +105,7 @@ def test_tokens_of_one_step_are_committed_together(ledger: Ledger) -> None:
     ] == [("3-0", 3, 11), ("4-0", 4, 12), ("5-0", 5, 13)]
 
 
-def test_a_repeat_of_a_step_of_many_tokens_gets_all_that_won(ledger: Ledger) -> None:
+def test_a_repeat_of_a_step_of_many_tokens_gets_all_that_won(ledger: RequestLedger) -> None:
     ledger.commit("req-1", 4, 3, [10])
     ledger.commit("req-1", 4, 4, [11, 12, 13])
 
@@ -120,7 +120,7 @@ def test_a_repeat_of_a_step_of_many_tokens_gets_all_that_won(ledger: Ledger) -> 
     assert ledger.tokens("req-1") == [10, 11, 12, 13, 14]
 
 
-def test_the_last_of_many_tokens_ends_the_request(ledger: Ledger) -> None:
+def test_the_last_of_many_tokens_ends_the_request(ledger: RequestLedger) -> None:
     ledger.commit("req-1", 4, 3, [11, 12, 2], FinishReason.STOP)
 
     final = ledger.events("req-1")[-1]
@@ -132,37 +132,14 @@ def test_the_last_of_many_tokens_ends_the_request(ledger: Ledger) -> None:
     assert ledger.commit("req-1", 4, 6, [1]) == Finished(FinishReason.STOP)
 
 
-def test_many_tokens_of_an_older_epoch_are_fenced_whole(ledger: Ledger) -> None:
+def test_many_tokens_of_an_older_epoch_are_fenced_whole(ledger: RequestLedger) -> None:
     ledger.advance_epoch("req-1", 4, 5)
 
     assert ledger.commit("req-1", 4, 3, [1, 2, 3]) == Fenced(5)
     assert ledger.tokens("req-1") == []
 
 
-def test_lost_events_refuse_many_tokens_whole(ledger: Ledger, stores: Stores) -> None:
-    ledger.commit("req-1", 4, 3, [11])
-    stores.meta.run(("DEL", keys.events("req-1")))
-
-    with pytest.raises(StoreDamaged):
-        ledger.commit("req-1", 4, 4, [12, 13])
-
-    assert ledger.tokens("req-1") == []
-    record = ledger.get("req-1")
-    assert record is not None
-    assert record.committed_position == 3
-
-
-def test_a_record_of_before_steps_of_many_tokens_is_judged_as_then(
-    ledger: Ledger, stores: Stores
-) -> None:
-    ledger.commit("req-1", 4, 3, [11])
-    stores.meta.run(("HDEL", keys.ledger("req-1"), "first"))
-
-    assert ledger.commit("req-1", 4, 3, [99]) == AlreadyCommitted((11,), None)
-    assert ledger.commit("req-1", 4, 4, [12]) == Committed()
-
-
-def test_a_commit_is_judged_by_what_is_committed(ledger: Ledger) -> None:
+def test_a_commit_is_judged_by_what_is_committed(ledger: RequestLedger) -> None:
     for position in (3, 4, 5):
         ledger.commit("req-1", 4, position, [position])
 
@@ -174,11 +151,11 @@ def test_a_commit_is_judged_by_what_is_committed(ledger: Ledger) -> None:
     assert ledger.tokens("req-1") == [3, 4, 5]
 
 
-def test_the_last_prompt_position_is_stale_not_committed(ledger: Ledger) -> None:
+def test_the_last_prompt_position_is_stale_not_committed(ledger: RequestLedger) -> None:
     assert ledger.commit("req-1", 4, 2, [9]) == Stale()
 
 
-def test_racing_commits_store_each_position_once(ledger: Ledger) -> None:
+def test_racing_commits_store_each_position_once(ledger: RequestLedger) -> None:
     def race(writer: int) -> int:
         results = [ledger.commit("req-1", 4, p, [1000 * writer + p]) for p in range(3, 23)]
         return sum(result == Committed() for result in results)
@@ -191,7 +168,7 @@ def test_racing_commits_store_each_position_once(ledger: Ledger) -> None:
     assert [e.position for e in events if isinstance(e, TokenEvent)] == list(range(3, 23))
 
 
-def test_results_of_an_older_epoch_are_fenced(ledger: Ledger) -> None:
+def test_results_of_an_older_epoch_are_fenced(ledger: RequestLedger) -> None:
     epoch = ledger.advance_epoch("req-1", 4, 5)
 
     assert epoch == 5
@@ -199,20 +176,20 @@ def test_results_of_an_older_epoch_are_fenced(ledger: Ledger) -> None:
     assert ledger.commit("req-1", 5, 3, [1]) == Committed()
 
 
-def test_advancing_the_epoch_again_changes_nothing(ledger: Ledger) -> None:
+def test_advancing_the_epoch_again_changes_nothing(ledger: RequestLedger) -> None:
     ledger.advance_epoch("req-1", 4, 5)
 
     assert ledger.advance_epoch("req-1", 4, 5) == 5
     assert ledger.advance_epoch("req-1", 4, 6) == 5
 
 
-def test_a_finished_request_keeps_its_epoch(ledger: Ledger) -> None:
+def test_a_finished_request_keeps_its_epoch(ledger: RequestLedger) -> None:
     ledger.finish("req-1", FinishReason.ABORT)
 
     assert ledger.advance_epoch("req-1", 4, 5) == 4
 
 
-def test_the_last_token_and_the_end_come_together(ledger: Ledger) -> None:
+def test_the_last_token_and_the_end_come_together(ledger: RequestLedger) -> None:
     ledger.commit("req-1", 4, 3, [11])
 
     ledger.commit("req-1", 4, 4, [2], FinishReason.STOP)
@@ -229,7 +206,9 @@ def test_the_last_token_and_the_end_come_together(ledger: Ledger) -> None:
     assert ledger.finish("req-1", FinishReason.ERROR, "late") is False
 
 
-def test_a_request_that_fails_before_its_first_token_ends_with_its_error(ledger: Ledger) -> None:
+def test_a_request_that_fails_before_its_first_token_ends_with_its_error(
+    ledger: RequestLedger,
+) -> None:
     assert ledger.finish("req-1", FinishReason.ERROR, "no worker serves group 2 é")
 
     assert ledger.events("req-1") == [
@@ -240,7 +219,7 @@ def test_a_request_that_fails_before_its_first_token_ends_with_its_error(ledger:
     }
 
 
-def test_a_request_of_one_prompt_token_can_end_at_once(ledger: Ledger) -> None:
+def test_a_request_of_one_prompt_token_can_end_at_once(ledger: RequestLedger) -> None:
     ledger.admit(dataclasses.replace(RECORD, request_id="one", prompt_token_ids=(5,)))
 
     ledger.finish("one", FinishReason.ABORT)
@@ -248,7 +227,7 @@ def test_a_request_of_one_prompt_token_can_end_at_once(ledger: Ledger) -> None:
     assert ledger.events("one") == [FinalEvent("0-1", FinishReason.ABORT, "", 1, 0)]
 
 
-def test_whatever_races_there_is_one_final_event(ledger: Ledger) -> None:
+def test_whatever_races_there_is_one_final_event(ledger: RequestLedger) -> None:
     def end(number: int) -> bool:
         if number % 2:
             return ledger.finish("req-1", FinishReason.ABORT, str(number))
@@ -262,7 +241,7 @@ def test_whatever_races_there_is_one_final_event(ledger: Ledger) -> None:
     assert len(final) == 1
 
 
-def test_events_resume_after_the_last_one_seen(ledger: Ledger) -> None:
+def test_events_resume_after_the_last_one_seen(ledger: RequestLedger) -> None:
     for position in range(3, 10):
         ledger.commit("req-1", 4, position, [position])
 
@@ -273,7 +252,7 @@ def test_events_resume_after_the_last_one_seen(ledger: Ledger) -> None:
     assert [e.event_id for e in rest] == ["5-0", "6-0", "7-0", "8-0", "9-0"]
 
 
-def test_a_reader_is_woken_by_the_next_event(ledger: Ledger) -> None:
+def test_a_reader_is_woken_by_the_next_event(ledger: RequestLedger) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ledger.events, "req-1", block_ms=2_000)
         ledger.commit("req-1", 4, 3, [11])
@@ -283,7 +262,7 @@ def test_a_reader_is_woken_by_the_next_event(ledger: Ledger) -> None:
     assert events == [TokenEvent("3-0", 3, 11)]
 
 
-def test_a_reader_waits_no_longer_than_it_said(ledger: Ledger) -> None:
+def test_a_reader_waits_no_longer_than_it_said(ledger: RequestLedger) -> None:
     started = time.monotonic()
 
     events = ledger.events("req-1", block_ms=50)
@@ -293,23 +272,9 @@ def test_a_reader_waits_no_longer_than_it_said(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("after", ["", "$", "5", "5-x", "-1-0", "٣-0"])
-def test_a_malformed_event_id_is_a_request_error(ledger: Ledger, after: str) -> None:
+def test_a_malformed_event_id_is_a_request_error(ledger: RequestLedger, after: str) -> None:
     with pytest.raises(RequestError, match="event id must be"):
         ledger.events("req-1", after=after)
-
-
-def test_every_key_of_a_request_ends_some_day(ledger: Ledger, stores: Stores) -> None:
-    def ttls() -> list[int]:
-        names = (keys.ledger("req-1"), keys.events("req-1"))
-        return [stores.meta.run(("PTTL", name)) for name in names]
-
-    ledger.commit("req-1", 4, 3, [11])
-    running = ttls()
-    ledger.finish("req-1", FinishReason.LENGTH)
-    finished = ttls()
-
-    assert all(3_600_000 < ttl <= 86_400_000 for ttl in running)
-    assert all(0 < ttl <= 3_600_000 for ttl in finished)
 
 
 def test_all_keys_of_a_request_share_a_slot() -> None:
@@ -317,60 +282,3 @@ def test_all_keys_of_a_request_share_a_slot() -> None:
 
     assert {name[name.index("{") : name.index("}")] for name in names} == {"{r"}
     assert all(name.startswith("cellpipe:v1:") for name in names)
-
-
-def test_a_buried_request_ends_after_the_last_token_that_a_reader_saw(
-    ledger: Ledger, stores: Stores
-) -> None:
-    for position in (3, 4, 5):
-        ledger.commit("req-1", 4, position, [position])
-    stores.meta.run(("DEL", keys.ledger("req-1")))
-
-    ledger.bury(dataclasses.replace(RECORD, prompt_token_ids=(), error="lost"))
-
-    (final,) = ledger.events("req-1", after="5-0")
-    assert isinstance(final, FinalEvent)
-    assert (final.finish_reason, final.error) == (FinishReason.ERROR, "lost")
-    assert ledger.tokens("req-1") == []
-
-
-def test_a_request_with_events_and_no_record_is_not_admitted_again(
-    ledger: Ledger, stores: Stores
-) -> None:
-    ledger.commit("req-1", 4, 3, [11])
-    stores.meta.run(("DEL", keys.ledger("req-1")))
-
-    with pytest.raises(StoreDamaged, match="record of request req-1"):
-        ledger.admit(RECORD)
-
-
-DAMAGES = [
-    ("ledger", "SET", "garbage"),
-    ("ledger", "HDEL", "committed"),
-    ("ledger", "HSET", "committed", "x"),
-    ("ledger", "HSET", "finish_reason", "x"),
-    ("events", "SET", "garbage"),
-    ("events", "XADD", "999999-0", "zz", "1"),
-    ("events", "DEL"),
-]
-
-
-@pytest.mark.parametrize("command", DAMAGES)
-def test_a_damaged_request_is_ended_or_buried_and_never_retried(
-    ledger: Ledger, stores: Stores, command: tuple[str, ...]
-) -> None:
-    ledger.commit("req-1", 4, 3, [11])
-    key = {"ledger": keys.ledger, "events": keys.events}[command[0]]("req-1")
-    stores.meta.run((command[1], key, *command[2:]))
-
-    with contextlib.suppress(StoreDamaged):
-        ledger.commit("req-1", 4, 3, [11])
-    with contextlib.suppress(StoreDamaged):
-        ledger.commit("req-1", 4, 4, [12], FinishReason.LENGTH)
-    ledger.finish("req-1", FinishReason.ERROR, "damaged")
-    state = ledger.states(["req-1", "nobody"])["req-1"]
-
-    assert state.finish_reason is not None
-    ledger.bury(dataclasses.replace(RECORD, prompt_token_ids=(), error="damaged"))
-    assert ledger.get("req-1") is not None
-    assert [type(event) for event in ledger.events("req-1")] == [FinalEvent]

@@ -10,7 +10,7 @@ import pytest
 
 from shared.kernel.names import REFERENCE
 from shared.model.backend import available_kernels
-from tests.gguf_files import write_gguf
+from tests.gguf_files import TinyModel, write_gguf
 from tests.kernel_backends import native_or_skip
 from tests.processes import cellpipe
 
@@ -74,3 +74,25 @@ def test_an_unknown_peer_is_refused(tmp_path: Path) -> None:
 
     assert result.returncode == 2
     assert "--peer must be llama.cpp, got 'other'" in result.stderr
+
+
+def test_a_token_is_timed_by_context_beside_the_kernel(tmp_path: Path) -> None:
+    model = write_gguf(tmp_path / "tiny.gguf", TinyModel(context=4_096))
+    settings = {"CELLPIPE_CACHE_DIR": str(tmp_path)}
+    options = ["--model", str(model), "--tokens", "8", "--repeats", "1"]
+
+    shown = cellpipe(
+        "bench", "decode", "--context", "64,1024,4096", *options, "--json", settings=settings
+    )
+    drawn = cellpipe("bench", "decode", "--context", "16,32", *options, settings=settings)
+    refused = cellpipe("bench", "decode", "--context", "64,4097", *options, settings=settings)
+
+    assert shown.returncode == 0, shown.stderr
+    results = json.loads(shown.stdout)["results"]
+    assert [result["context"] for result in results] == [64, 1024, 4096]
+    assert all(result["pipeline_ms"] > 0 < result["kernel_ms"] for result in results)
+    assert drawn.returncode == 0, drawn.stderr
+    assert "█" in drawn.stdout
+    assert "per 1,000 positions" in drawn.stdout
+    assert refused.returncode == 2
+    assert "4096" in refused.stderr

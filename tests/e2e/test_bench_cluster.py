@@ -71,7 +71,26 @@ def test_every_load_has_its_figures_and_its_hops(tiny_gguf: Path) -> None:
     assert "round 1/1" in result.stderr
 
 
-def test_quorum_queues_and_a_peer(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_prompts_and_streams_are_measured_alone_and_beside_each_other(tmp_path: Path) -> None:
+    if missing := load_servers_script().missing_software(("rabbitmq", "redis")):
+        pytest.skip(f"not installed: {missing}")
+    model = write_gguf(tmp_path / "tiny.gguf", TinyModel(layers=4, context=2_048))
+
+    result = cellpipe(
+        "bench", "cluster", "--mixed", "--model", str(model), "--concurrency", "3",
+        "--prompt-tokens", "300", "--prompts", "2", "--rounds", "1", "--json",
+        settings={"CELLPIPE_CACHE_DIR": str(tmp_path)}, timeout_s=170,
+    )  # fmt: skip
+
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)
+    assert (figures["num_streams"], figures["num_prompts"]) == (3, 2)
+    assert len(figures["rounds"]) == 1
+    assert all(figure > 0 for figure in figures["median"].values())
+    assert figures["first_ratio"] > 0 < figures["next_p95_ratio"]
+
+
+def test_quorum_queues_a_short_wire_and_a_peer(tiny_gguf: Path, tmp_path: Path) -> None:
     for name, text in (
         ("llama-server", PEER),
         ("ggml-rpc-server", RPC),
@@ -82,13 +101,15 @@ def test_quorum_queues_and_a_peer(tiny_gguf: Path, tmp_path: Path) -> None:
 
     result = cellpipe(
         "bench", "cluster", "--model", str(tiny_gguf), "--concurrency", "2", "--tokens", "8",
-        "--rounds", "1", "--queue-type", "quorum", "--peer-bin", str(tmp_path), "--json",
+        "--rounds", "1", "--queue-type", "quorum", "--wire", "i8",
+        "--peer-bin", str(tmp_path), "--json",
         settings={"CELLPIPE_CACHE_DIR": str(tiny_gguf.parent)}, timeout_s=170,
     )  # fmt: skip
 
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
     assert figures["options"]["queue_type"] == "quorum"
+    assert figures["options"]["wire"] == "i8"
     assert figures["layouts"][0]["peer_bench_tokens_per_s"] == 1.5
     (point,) = figures["layouts"][0]["points"]
     assert point["peer"]["load"]["tokens_per_s"] > 0
@@ -102,6 +123,8 @@ def test_wrong_options_are_refused_before_anything_starts(tmp_path: Path) -> Non
         (("--concurrency", "1,x"), "--concurrency"),
         (("--groups", "0"), "--groups"),
         (("--peer-bin", str(tmp_path)), "llama-server"),
+        (("--mixed", "--concurrency", "4,8"), "--concurrency"),
+        (("--mixed", "--plot", "x.png"), "--plot"),
     ):
         result = cellpipe("bench", "cluster", *options)
 

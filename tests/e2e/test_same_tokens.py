@@ -16,6 +16,7 @@ from shared.model.backend import pick_backend
 from shared.producer import new_request_id
 from shared.store.ledger_types import TokenEvent
 from shared.text.document import read_text_document
+from shared.topology import Wire, even_layout
 from tests.cluster import ThreadCluster
 
 pytestmark = pytest.mark.real_model
@@ -89,6 +90,31 @@ def test_cluster_equals_the_reference(
         answers = [cluster.ask(prompt, params)[0] for params in (GREEDY, SAMPLED)]
 
     assert answers == expected
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("wire", [Wire.F16, Wire.I8])
+def test_clusters_of_a_layout_with_a_shorter_wire_agree(
+    amqp_url: str,
+    fresh_redis_url: str,
+    packed: PackedModel,
+    prompt: list[int],
+    expected: list[list[int]],
+    wire: Wire,
+) -> None:
+    manifest = packed.manifest
+    layout = even_layout(manifest.model_id, manifest.config["num_hidden_layers"], 3, wire=wire)
+    reference = ReferenceModel(manifest, packed.read_shard, layout=layout)
+    wanted = reference.generate_all([(prompt, params) for params in (GREEDY, SAMPLED)])
+    with ThreadCluster(
+        amqp_url, fresh_redis_url, packed, num_groups=3, workers_per_group=2, wire=wire
+    ) as cluster:
+        answers = [cluster.ask(prompt, params)[0] for params in (GREEDY, SAMPLED)]
+    with Engine(manifest, packed.read_shard, pick_backend(), num_groups=3, wire=wire) as engine:
+        embedded = [_ask_engine(engine, prompt, params) for params in (GREEDY, SAMPLED)]
+
+    assert answers == embedded == wanted
+    assert wanted != expected  # the rounding shows in these answers, so that a missed hop would
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])

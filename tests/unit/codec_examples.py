@@ -47,6 +47,21 @@ TOKENS_STEP = Step(
     sampling=SamplingParams(seed=7),
 )
 ROUTED_STEP = replace(STEP, request_id="req-3", route=("ps3-17.lan-4021-beef", "", "pi-1-77-0c"))
+F16_STEP = replace(
+    STEP,
+    request_id="req-6",
+    layout_id="even3-f16",
+    tensors={"hidden": np.arange(32, dtype=np.float16).reshape(2, 16) / 8},
+)
+I8_STEP = replace(
+    STEP,
+    request_id="req-7",
+    layout_id="even3-i8",
+    tensors={
+        "hidden": np.arange(-32, 32, dtype=np.int8).reshape(2, 32),
+        "hidden_scale": np.array([[0.5], [0.0]], np.float32),
+    },
+)
 DRAFTED_STEP = replace(
     TOKENS_STEP,
     request_id="req-4",
@@ -69,6 +84,8 @@ EXAMPLES: dict[str, Message] = {
     "step.v1": STEP,
     "step.v1.tokens": TOKENS_STEP,
     "step.v1.route": ROUTED_STEP,
+    "step.v1.f16": F16_STEP,
+    "step.v1.i8": I8_STEP,
     "step.v2": DRAFTED_STEP,
     "request.v1": REQUEST,
     "request.v1.prompt": Request("req-2", prompt="Hello"),

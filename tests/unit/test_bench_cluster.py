@@ -19,9 +19,10 @@ from services.bench.options import (
 )
 from services.bench.plot import check_plot, draw
 from services.bench.report import plot_lines, to_dict, to_lines
-from services.cli.bench_cluster import _numbers
+from services.cli.settings import numbers
 from shared.errors import ConfigError
 from shared.store.presence_types import STAGES, WorkerInfo
+from shared.topology import Wire
 
 
 def stream(submitted_s: float, *arrivals_s: float, num_tokens: int | None = None) -> Stream:
@@ -96,7 +97,9 @@ def test_a_group_that_computed_nothing_has_no_hop() -> None:
 
 @pytest.fixture
 def figures() -> ClusterFigures:
-    options = ClusterOptions("tiny", num_groups=(1, 2), concurrency=(1, 4), log_folder=Path("logs"))
+    options = ClusterOptions(
+        "tiny", num_groups=(1, 2), concurrency=(1, 4), wire=Wire.I8, log_folder=Path("logs")
+    )
 
     def point(groups: int, streams: int, rate: float) -> PointFigures:
         hops = hops_of([HopSums(4, 2, stages(compute=8_000, redis=400))] * groups)
@@ -121,6 +124,7 @@ def test_the_text_shows_each_load_the_hops_the_yardsticks_and_the_ratio(
     assert "200.0" in text
     assert "4.00" in text  # the ratio
     assert "0.200 ms p50" in text
+    assert "classic queues, i8 wire" in text
 
 
 def test_the_plot_compares_streams_and_groups_on_one_scale(figures: ClusterFigures) -> None:
@@ -137,7 +141,7 @@ def test_json_holds_what_the_text_shows(figures: ClusterFigures) -> None:
 
     assert shown["layouts"][1]["points"][0]["peer"]["ratio"] == 1.0
     assert shown["layouts"][0]["points"][0]["hops"][0]["stage_ms"]["compute"] == 2.0
-    assert shown["options"]["queue_type"] == "classic"
+    assert (shown["options"]["queue_type"], shown["options"]["wire"]) == ("classic", "i8")
 
 
 def test_a_picture_is_drawn_or_refused_before_anything_is_measured(
@@ -180,7 +184,7 @@ def test_a_peer_without_its_binaries_is_refused_before_anything_starts(tmp_path:
 
 
 def test_lists_of_numbers_are_read_strictly() -> None:
-    assert _numbers("1, 4,16,4", field="--concurrency") == (1, 4, 16)
+    assert numbers("1, 4,16,4", field="--concurrency") == (1, 4, 16)
     for text in ("", "1,,2", "0", "-1", "two", "257", "²"):
         with pytest.raises(ConfigError, match="--concurrency"):
-            _numbers(text, field="--concurrency", most=256)
+            numbers(text, field="--concurrency", most=256)

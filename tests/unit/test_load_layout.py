@@ -8,7 +8,7 @@ from services.loader.layout import inspect_model, plan_layout
 from services.loader.packed import open_packed
 from shared.errors import ConfigError, ModelError
 from shared.manifest import Manifest
-from shared.topology import WORKER_BASE_BYTES, even_layout, group_shards
+from shared.topology import WORKER_BASE_BYTES, Wire, even_layout, group_shards
 from tests.gguf_files import TinyModel, write_gguf
 
 
@@ -46,6 +46,15 @@ def test_a_plan_adds_up(manifest: Manifest) -> None:
         assert plan.memory_bytes == plan.shard_bytes + WORKER_BASE_BYTES
         assert plan.fits
     assert plans[0].kv_bytes_per_position == 2 * 2 * 2 * 32  # layers, k and v, fp16, kv_dim
+
+
+def test_a_plan_tells_what_crosses_each_hop(manifest: Manifest) -> None:
+    layouts = [even_layout(manifest.model_id, 5, 3, wire=wire) for wire in Wire]
+
+    hops = [[p.hop_bytes_per_position for p in plan_layout(manifest, lay)] for lay in layouts]
+
+    assert manifest.config["hidden_size"] == 64
+    assert hops == [[256, 256, 0], [128, 128, 0], [72, 72, 0]]  # the last group sends a token
 
 
 def test_a_budget_decides_group_by_group(manifest: Manifest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -200,7 +201,9 @@ def test_a_store_that_fails_for_a_while_only_delays(method: str) -> None:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_ledger_that_fails_for_a_while_only_delays(after: bool) -> None:
     rig = Rig(2)
-    flaky = Tripwire(rig.ledger, "commit", StoreUnavailable("down"), after=after, nth=2, times=3)
+    flaky = Tripwire(
+        rig.ledger, "commit_all", StoreUnavailable("down"), after=after, nth=2, times=3
+    )
     rig.add_worker(0)
     rig.add_worker(1, ledger=flaky)
 
@@ -253,3 +256,42 @@ def test_a_batch_whose_connection_was_lost_before_its_hand_back_is_not_settled_t
     rig.run_until_quiet()
 
     assert_answers(rig, [("a", prompt_of(40), GREEDY), ("b", prompt_of(10, salt=1), SAMPLED)])
+
+
+class WatchedConfirms:
+    """A broker whose confirms note the number of the publish call that was waited for."""
+
+    def __init__(self, inner: Any) -> None:
+        self.waited: list[int] = []
+        self._inner = inner
+        self._num_calls = 0
+
+    def publish(self, messages: Any) -> Any:
+        self._num_calls += 1
+        return WatchedConfirm(self._inner.publish(messages), self._num_calls, self.waited)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class WatchedConfirm:
+    def __init__(self, inner: Any, number: int, waited: list[int]) -> None:
+        self._inner, self._number, self._waited = inner, number, waited
+
+    def wait(self, timeout_s: float) -> None:
+        self._waited.append(self._number)
+        self._inner.wait(timeout_s)
+
+
+def test_a_slice_is_confirmed_while_the_next_one_is_computed_and_all_before_the_ack() -> None:
+    rig = Rig(2, limits=WorkerLimits(max_batch_rows=8))
+    broker = WatchedConfirms(rig.new_broker())
+    worker = rig.add_worker(0, broker=broker)
+    rig.start("a", prompt_of(24))
+
+    seen = []
+    for _ in range(3):
+        settled = worker.turn(0.0)
+        seen.append((settled, list(broker.waited)))
+
+    assert seen == [(0, []), (0, [1]), (1, [1, 2, 3])]

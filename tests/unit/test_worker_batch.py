@@ -39,7 +39,7 @@ def make_pending(
 
 
 def plan(items: list[Pending], *, now_s: float = 0.0, max_rows: int = 8) -> list[Slice]:
-    return plan_batch(items, now_s=now_s, max_rows=max_rows, max_sequences=4)
+    return plan_batch(items, now_s=now_s, max_rows=max_rows, max_slice_rows=64, max_sequences=4)
 
 
 def test_decode_steps_go_before_prefill_and_prefill_fills_the_budget() -> None:
@@ -84,7 +84,9 @@ def test_the_group_of_the_oldest_item_is_served() -> None:
 def test_the_first_group_of_the_order_that_has_work_is_served() -> None:
     items = [make_pending("a", group=2), make_pending("b", group=1)]
 
-    slices = plan_batch(items, now_s=0.0, max_rows=8, max_sequences=4, group_order=(0, 1, 2))
+    slices = plan_batch(
+        items, now_s=0.0, max_rows=8, max_slice_rows=64, max_sequences=4, group_order=(0, 1, 2)
+    )
 
     assert [p.pending.step.request_id for p in slices] == ["b"]
 
@@ -117,7 +119,7 @@ def test_every_batch_keeps_its_bounds(
         for name, group, position, rows in specs
     ]
 
-    slices = plan_batch(items, now_s=0.0, max_rows=max_rows, max_sequences=4)
+    slices = plan_batch(items, now_s=0.0, max_rows=max_rows, max_slice_rows=64, max_sequences=4)
 
     assert bool(slices) == bool(items)
     assert sum(piece.num_rows for piece in slices) <= max_rows
@@ -158,3 +160,19 @@ def test_a_parked_suspect_does_not_keep_other_suspects_waiting() -> None:
     (piece,) = plan([parked, other], now_s=2.0)
 
     assert piece.request_id == "b"
+
+
+def test_the_sequences_of_a_turn_fit_into_the_cache_together() -> None:
+    items = [make_pending(name, position=position) for name, position in
+             (("a", 49), ("b", 29), ("c", 19))]  # fmt: skip
+
+    def names(max_positions: int) -> list[str]:
+        slices = plan_batch(
+            items, now_s=0.0, max_rows=8, max_sequences=4, max_positions={1: max_positions}
+        )
+        return [piece.request_id for piece in slices]
+
+    assert names(100) == ["a", "b", "c"]
+    assert names(99) == ["a", "b"]
+    assert names(79) == ["a"]
+    assert names(0) == ["a"]  # or it would wait for ever

@@ -27,7 +27,7 @@ CALLS = [
     (0, "broker", "publish"),
     (0, "broker", "ack"),
     (1, "kv_pages", "write_all"),
-    (1, "ledger", "commit"),
+    (1, "ledger", "commit_all"),
     (1, "broker", "publish"),
     (1, "broker", "ack"),
 ]
