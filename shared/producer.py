@@ -37,10 +37,10 @@ from shared.errors import (
     StoreDamaged,
     TransientError,
 )
-from shared.messages import FinishReason, Reply, Request
+from shared.messages import FinishReason, Reply, Request, SamplingParams
 from shared.store.ledger import Ledger
 from shared.store.ledger_base import START, RequestLedger
-from shared.store.ledger_types import Event, FinalEvent, RequestState, TokenEvent
+from shared.store.ledger_types import Event, FinalEvent, LedgerRecord, RequestState, TokenEvent
 from shared.text.detokenizer import Detokenizer
 from shared.text.tokenizer import Tokenizer
 from shared.topology import BATCH_QUEUE, REQUESTS_QUEUE, control_queues
@@ -196,12 +196,18 @@ class Producer:
         """How far those requests are that a scheduler has admitted, in one round trip."""
         return self._ledger.states(request_ids)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, *, is_submitted: bool = False) -> None:
         """End a request from outside; nothing happens if it has ended.
 
-        Raises `RequestError` if no scheduler has admitted it (yet).
+        Raises `RequestError` if no scheduler has admitted it (yet), unless `is_submitted` says that
+        it was handed over: then it ends in its queue.
         """
-        if not self._ledger.finish(request_id, FinishReason.ABORT) and not self._ledger.states(
+        if self._ledger.finish(request_id, FinishReason.ABORT):
+            return
+        if is_submitted and self._ledger.refuse(_aborted(request_id)):
+            return
+        # A scheduler may have admitted it between the two.
+        if not self._ledger.finish(request_id, FinishReason.ABORT) and not self.states(
             [request_id]
         ):
             raise RequestError(f"request {request_id} is not known")
@@ -245,6 +251,20 @@ def open_producer(
         with closing(RabbitmqBroker.connect(amqp_url)) as broker:
             broker.declare(control_queues())
             yield Producer(broker, Ledger(stores.meta), tokenizer=tokenizer)
+
+
+def _aborted(request_id: str) -> LedgerRecord:
+    """The record of a request that was cancelled before anybody looked at it."""
+    return LedgerRecord(
+        request_id=request_id,
+        model_id="",
+        layout_id="",
+        prompt_token_ids=(),
+        sampling=SamplingParams(),
+        max_position=0,
+        created_unix_ms=_unix_ms(),
+        finish_reason=FinishReason.ABORT,
+    )
 
 
 def _reply_of(

@@ -164,8 +164,6 @@ def _take_turn(
     )
     try:
         answer = ask(session, request, echo=True)
-    except KeyboardInterrupt:  # nobody had admitted it: its deadline ends it
-        typer.echo("stopped before it began", err=True)
     except ConfigError:
         raise
     except CellpipeError as error:

@@ -101,6 +101,29 @@ def test_a_cancelled_stream_ends_with_what_there_is() -> None:
     assert producer.result("r").finish_reason is FinishReason.ABORT
 
 
+def test_a_request_that_waits_in_its_queue_is_cancelled_and_never_runs() -> None:
+    rig = Rig(1)
+    producer = make_producer(rig)
+    rig.open_reply_queue("mine")
+    rig.submit(Request("r", token_ids=prompt_of(5), sampling=GREEDY), reply_to="mine")
+
+    producer.cancel("r", is_submitted=True)
+
+    assert list(producer.stream("r")) == []
+    assert producer.result("r").finish_reason is FinishReason.ABORT
+    worker = rig.add_worker(0)
+    rig.add_scheduler()
+    rig.run_until_quiet()
+    (reply,) = rig.replies("mine")
+    assert (reply.finish_reason, reply.token_ids) == (FinishReason.ABORT, ())
+    assert worker.num_steps_done == 0
+
+
+def test_an_unknown_request_cannot_be_cancelled() -> None:
+    with pytest.raises(RequestError, match="not known"):
+        make_producer(Rig(1)).cancel("r")
+
+
 def test_lost_tokens_are_no_answer() -> None:
     rig = Rig(1)
     rig.add_worker(0)
