@@ -41,7 +41,7 @@ class BatchOutput:
         if key_of(line["id"])[0] in self.done:
             raise ValueError(f"request {line['id']} has its line already")
         text = json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n"
-        left = memoryview(text.encode())
+        left = memoryview(text.encode(errors="replace"))  # a field's name may be half a surrogate
         while left:  # a full disk raises at the second write; the next run cuts off the first
             left = left[os.write(self._file, left) :]
         self._note(line)

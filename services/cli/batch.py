@@ -61,6 +61,9 @@ def batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
+    Chats and completions of text; a line that asks for what is not served (stop, n, tools,
+    logprobs, response_format) has a 400.
+
     They are served when nobody else waits. Ctrl-C, a crash and kill -9 lose nothing: the same
     command goes on where it was, and every custom_id gets one line. Exit code 1 when a line tells
     of an error: --attempt 2 asks for those once more.

@@ -128,6 +128,8 @@ def test_what_is_wrong_with_a_line_is_in_its_answer_and_the_others_go_on(tmp_pat
         chat_line("hot", temperature="warm"),
         chat_line("none", messages=[]),
         chat_line("other", model="gpt-4o"),
+        json.dumps(chat_line("half", **{"\ud800": 1})),
+        json.dumps(chat_line("half a pair", text="\ud800")),
         {"custom_id": "embed", "method": "POST", "url": "/v1/embeddings", "body": {}},
         "",
         {"custom_id": "get", "method": "GET", "url": CHAT, "body": {}},
@@ -146,10 +148,11 @@ def test_what_is_wrong_with_a_line_is_in_its_answer_and_the_others_go_on(tmp_pat
     assert {line["response"]["status_code"] for line in named.values()} == {400}
     assert {name: error["param"] for name, error in told.items()} == {
         "stop": "stop", "hot": "temperature", "none": "messages", "other": None,
+        "half": "?", "half a pair": "messages",
         "embed": "url", "get": "method",
     }  # fmt: skip
     assert "'gpt-4o' is not served" in told["other"]["message"]
-    assert (run.progress().num_done, run.progress().num_failed) == (9, 8)
+    assert (run.progress().num_done, run.progress().num_failed) == (11, 10)
 
 
 def test_a_run_that_is_killed_anywhere_is_resumed_and_computes_nothing_twice(
