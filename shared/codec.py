@@ -3,7 +3,7 @@
 A frame is one msgpack map with string keys: `kind`, then the fields of `shared.messages` under
 their own names. Fields are only ever added, with defaults, so an unknown field is ignored and a
 missing one that has a default takes it; of a repeated key the last one counts, as in JSON. A
-`request.v1` and `reply.v1` may also be JSON.
+`request.v1`, `reply.v1` and `token.v1` may also be JSON.
 
 The wire is hostile: whatever the bytes, `decode` returns a valid message or raises `DecodeError`,
 or `RequestError` for a well-formed request whose values cannot be served. Types are checked (a bool
@@ -38,6 +38,7 @@ from shared.codec_fields import (
     unpack_tensors,
 )
 from shared.codec_frames import JSON, MAX_FRAME_BYTES, MSGPACK, read_map, request_id_of
+from shared.codec_tokens import read_token, token_fields
 from shared.errors import DecodeError, RequestError
 from shared.messages import (
     MAX_SEED,
@@ -48,6 +49,7 @@ from shared.messages import (
     Request,
     SamplingParams,
     Step,
+    Token,
 )
 
 __all__ = [
@@ -78,11 +80,19 @@ def encode(message: Message) -> bytes:
             return pack(_request_fields(message))
         case Reply():
             return pack(_reply_fields(message))
+        case Token():
+            return pack(token_fields(message))
 
 
-def encode_json(message: Request | Reply) -> bytes:
+def encode_json(message: Request | Reply | Token) -> bytes:
     """The message as UTF-8 JSON, for producers that speak no msgpack."""
-    fields = _request_fields(message) if isinstance(message, Request) else _reply_fields(message)
+    match message:
+        case Request():
+            fields = _request_fields(message)
+        case Reply():
+            fields = _reply_fields(message)
+        case Token():
+            fields = token_fields(message)
     return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
 
 
@@ -97,8 +107,8 @@ def decode(body: bytes, content_type: str = MSGPACK) -> Message:
     kind = raw.get("kind", "request.v1" if media_type == JSON else None)
     if not isinstance(kind, str) or kind not in _READERS:
         raise DecodeError(f"kind must be one of {', '.join(_READERS)}, got {kind!r:.80}")
-    if media_type == JSON and kind not in ("request.v1", "reply.v1"):
-        raise DecodeError(f"only request.v1 and reply.v1 may be JSON, got {kind}")
+    if media_type == JSON and kind not in _MAY_BE_JSON:
+        raise DecodeError(f"only {', '.join(_MAY_BE_JSON)} may be JSON, got {kind}")
     return _READERS[kind](raw)
 
 
@@ -226,6 +236,8 @@ def _request_fields(request: Request) -> dict[str, Any]:
         fields["messages"] = [{"role": m.role, "content": m.content} for m in request.messages]
     if request.token_ids is not None:
         fields["token_ids"] = request.token_ids
+    if request.stream:
+        fields["stream"] = True
     return fields
 
 
@@ -239,6 +251,7 @@ def _read_request(raw: dict[str, Any]) -> Request:
         model=take_text(raw, "model", ""),
         sampling=_read_sampling(take_map(raw, "sampling", {})),
         deadline_unix_ms=take_int(raw, "deadline_unix_ms", 0, low=-_INT64),
+        stream=take_bool(raw, "stream", False),
     )
 
 
@@ -290,4 +303,6 @@ _READERS: dict[str, Callable[[dict[str, Any]], Message]] = {
     "step.v2": _read_step,
     "request.v1": _read_request,
     "reply.v1": _read_reply,
+    "token.v1": read_token,
 }
+_MAY_BE_JSON = ("request.v1", "reply.v1", "token.v1")

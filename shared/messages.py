@@ -88,6 +88,7 @@ class Request:
 
     `prompt` is raw text; `messages` go through the model's chat template; `token_ids` are taken as
     they are. `model` "" means the one model that is loaded. `deadline_unix_ms` 0 means none.
+    `stream` asks for a `Token` in the reply queue for each token, before the `Reply`.
     """
 
     request_id: str
@@ -97,6 +98,7 @@ class Request:
     model: str = ""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     deadline_unix_ms: int = 0
+    stream: bool = False
 
     def __post_init__(self) -> None:
         check_request_id(self.request_id)
@@ -223,7 +225,22 @@ class Reply:
     num_cached_tokens: int = 0
 
 
-Message = Request | Step | Reply
+@dataclass(frozen=True, slots=True)
+class Token:
+    """`token.v1`: token number `index`, from 0, of an answer that is under way.
+
+    `text` is what it completes, "" within a character or for a special token; those of all tokens
+    join to the reply's text, but for a character that is never completed. A token may be told of
+    more than once, always alike, and its message may be lost: the `Reply` is what counts.
+    """
+
+    request_id: str
+    index: int
+    token_id: int
+    text: str
+
+
+Message = Request | Step | Reply | Token
 
 
 def check_request_id(request_id: str) -> None:

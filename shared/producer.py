@@ -1,18 +1,49 @@
-"""Submits requests and follows their answers. Knows no worker, layout or kernel."""
+"""Submits requests and follows their answers. Knows no worker, layout or kernel.
+
+From a Python program, with the URLs of a cluster:
+
+    with open_producer("amqp://broker.example/", "redis://redis.example/0") as producer: ...
+
+and then, or with the `producer` of an embedded `Engine`:
+
+>>> from shared.messages import Request, SamplingParams
+>>> request = Request(new_request_id(), prompt="hello", sampling=SamplingParams(max_tokens=4))
+>>> request_id = producer.submit(request)      # the broker has it: it will be answered
+>>> pieces = list(producer.stream(request_id))  # text as it comes
+>>> reply = producer.result(request_id)         # the whole answer; again, or for the first time
+>>> reply.text == "".join(pieces), reply.num_prompt_tokens, len(reply.token_ids)
+(True, 1, 4)
+>>> producer.cancel(request_id)                 # nothing happens: it has ended
+>>> producer.result("r-unknown", timeout_s=0)   # doctest: +ELLIPSIS
+Traceback (most recent call last):
+shared.errors.TransientError: request r-unknown is not known: it waits in its queue, or ended ...
+"""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from typing import NoReturn
 
 from shared import codec
 from shared.broker.base import Broker, Outgoing
-from shared.errors import Overloaded, PublishRefused, RequestError, TransientError
-from shared.messages import FinishReason, Request
+from shared.errors import (
+    Overloaded,
+    PermanentError,
+    PublishRefused,
+    RequestError,
+    StoreDamaged,
+    TransientError,
+)
+from shared.messages import FinishReason, Reply, Request, SamplingParams
+from shared.store.ledger import Ledger
 from shared.store.ledger_base import START, RequestLedger
-from shared.store.ledger_types import Event, FinalEvent
-from shared.topology import REQUESTS_QUEUE
+from shared.store.ledger_types import Event, FinalEvent, LedgerRecord, RequestState, TokenEvent
+from shared.text.detokenizer import Detokenizer
+from shared.text.tokenizer import Tokenizer
+from shared.topology import BATCH_QUEUE, REQUESTS_QUEUE, control_queues
 
 DEADLINE_GRACE_MS = 10_000  # for a scheduler that waits for a server, or is replaced by another
 RETRY_AFTER_S = 5.0  # a full queue takes more once a fifth of it has been served
@@ -37,20 +68,32 @@ class Producer:
     """A connection of a user to a cluster, or to the embedded pipeline.
 
     `gather_s` is how long `events` waits after each read, so that a read brings several tokens.
+    `stream` and `result` need the model's `tokenizer`.
     """
 
-    def __init__(self, broker: Broker, ledger: RequestLedger, *, gather_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        ledger: RequestLedger,
+        *,
+        tokenizer: Tokenizer | None = None,
+        gather_s: float = 0.0,
+    ) -> None:
         self._broker = broker
         self._ledger = ledger
+        self._tokenizer = tokenizer
         self._gather_s = gather_s
 
-    def submit(self, request: Request, *, timeout_s: float = 10.0) -> None:
+    def submit(self, request: Request, *, batch: bool = False, timeout_s: float = 10.0) -> str:
         """Hand a request over; when this returns, the broker has it and it will be answered.
+
+        Returns its id. One of a `batch` is served when no other waits. Submitting a request again
+        is safe: one that runs or has ended is not computed again.
 
         Raises `Overloaded` when the queue is full: then nothing was taken, and nothing will come
         of it. Raises `Unroutable` when no cluster has ever declared it, `ConfirmTimeout` or
-        `BrokerUnavailable` when its fate is unknown: submitting the same request_id again is then
-        safe. Raises `RequestError` for one that is too large.
+        `BrokerUnavailable` when its fate is unknown: submit it again then. Raises `RequestError`
+        for one that is too large.
         """
         body = codec.encode(request)
         if len(body) > codec.MAX_FRAME_BYTES:
@@ -58,7 +101,9 @@ class Producer:
                 f"the request takes {len(body)} bytes, over the limit of {codec.MAX_FRAME_BYTES}",
                 remedy="send a shorter prompt",
             )
-        hand_over(self._broker, Outgoing(REQUESTS_QUEUE, body, persistent=True), timeout_s)
+        queue = BATCH_QUEUE if batch else REQUESTS_QUEUE
+        hand_over(self._broker, Outgoing(queue, body, persistent=True), timeout_s)
+        return request.request_id
 
     def events(
         self,
@@ -102,15 +147,143 @@ class Producer:
                     remedy="look at the cluster: cellpipe status",
                 )
 
-    def cancel(self, request_id: str) -> None:
+    def stream(
+        self,
+        request_id: str,
+        *,
+        silence_s: float | None = None,
+        on_silence: Callable[[], None] | None = None,
+    ) -> Iterator[str]:
+        """Yield a request's text as it comes, in whole characters, from its beginning.
+
+        Ends with the request, also with one that was cancelled. Raises `PermanentError` with the
+        request's own error when it failed, and what `events` does.
+        """
+        detokenizer = Detokenizer(self._require_tokenizer())
+        for event in self.events(request_id, silence_s=silence_s, on_silence=on_silence):
+            if isinstance(event, TokenEvent):
+                text = detokenizer.feed([event.token_id])
+            else:
+                text = detokenizer.finish()
+            if text:
+                yield text
+            if isinstance(event, FinalEvent) and event.finish_reason is FinishReason.ERROR:
+                raise PermanentError(event.error)
+
+    def result(self, request_id: str, *, timeout_s: float | None = None) -> Reply:
+        """The whole answer, once there is one; a failure is in its `error`.
+
+        Waits `timeout_s` for it, None for ever. Raises `TransientError` when it has not ended by
+        then, `StoreDamaged` when the store has lost tokens of it.
+        """
+        tokenizer = self._require_tokenizer()
+        give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
+        token_ids: list[int] = []
+        after = START
+        while True:
+            left_s = 1.0 if give_up_s is None else give_up_s - time.monotonic()
+            block_ms = max(0, min(1000, int(left_s * 1000)))
+            events = self._ledger.events(request_id, after, block_ms=block_ms)
+            for event in events:
+                if isinstance(event, FinalEvent):
+                    return _reply_of(request_id, event, token_ids, tokenizer)
+                token_ids.append(event.token_id)
+                after = event.event_id
+            if not events and left_s <= 0:
+                self._raise_unfinished(request_id, len(token_ids))
+
+    def states(self, request_ids: Iterable[str]) -> dict[str, RequestState]:
+        """How far those requests are that a scheduler has admitted, in one round trip."""
+        return self._ledger.states(request_ids)
+
+    def cancel(self, request_id: str, *, is_submitted: bool = False) -> None:
         """End a request from outside; nothing happens if it has ended.
 
-        Raises `RequestError` if no scheduler has admitted it (yet).
+        Raises `RequestError` if no scheduler has admitted it (yet), unless `is_submitted` says that
+        it was handed over: then it ends in its queue.
         """
-        if not self._ledger.finish(request_id, FinishReason.ABORT) and not self._ledger.states(
+        if self._ledger.finish(request_id, FinishReason.ABORT):
+            return
+        if is_submitted and self._ledger.refuse(_aborted(request_id)):
+            return
+        # A scheduler may have admitted it between the two.
+        if not self._ledger.finish(request_id, FinishReason.ABORT) and not self.states(
             [request_id]
         ):
             raise RequestError(f"request {request_id} is not known")
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ValueError("a Producer without a tokenizer has tokens alone: use events")
+        return self._tokenizer
+
+    def _raise_unfinished(self, request_id: str, num_tokens: int) -> NoReturn:
+        if self._ledger.states([request_id]):
+            raise TransientError(f"request {request_id} runs, and has {num_tokens} tokens so far")
+        raise TransientError(
+            f"request {request_id} is not known: it waits in its queue, or ended long ago"
+        )
+
+
+@contextmanager
+def open_producer(
+    amqp_url: str,
+    redis_url: str,
+    *,
+    redis_weights_url: str | None = None,
+    model: str = "",
+) -> Iterator[Producer]:
+    """A producer for a cluster; closed at the end. `model` "" is the one that was loaded last.
+
+    Raises `ConfigError` for a malformed URL, `BrokerUnavailable` or `StoreUnavailable` naming host
+    and port when a server does not answer, `ModelError` when the model is not loaded.
+    """
+    from shared.broker.rabbitmq import RabbitmqBroker
+    from shared.store.connection import connect
+    from shared.store.shards import ShardStore
+    from shared.text.document import read_text_document
+
+    with closing(connect(redis_url, None, redis_weights_url)) as stores:
+        stores.ping()
+        shards = ShardStore(stores.weights)
+        manifest = shards.get_manifest(shards.active_layout(model).model_id).checked()
+        tokenizer, _ = read_text_document(shards.read_shard(manifest, "tokenizer").tobytes())
+        with closing(RabbitmqBroker.connect(amqp_url)) as broker:
+            broker.declare(control_queues())
+            yield Producer(broker, Ledger(stores.meta), tokenizer=tokenizer)
+
+
+def _aborted(request_id: str) -> LedgerRecord:
+    """The record of a request that was cancelled before anybody looked at it."""
+    return LedgerRecord(
+        request_id=request_id,
+        model_id="",
+        layout_id="",
+        prompt_token_ids=(),
+        sampling=SamplingParams(),
+        max_position=0,
+        created_unix_ms=_unix_ms(),
+        finish_reason=FinishReason.ABORT,
+    )
+
+
+def _reply_of(
+    request_id: str, end: FinalEvent, token_ids: list[int], tokenizer: Tokenizer
+) -> Reply:
+    if end.num_generated != len(token_ids):
+        raise StoreDamaged(
+            f"the store holds {len(token_ids)} of the {end.num_generated} tokens of "
+            f"request {request_id}"
+        )
+    return Reply(
+        request_id=request_id,
+        finish_reason=end.finish_reason,
+        text=tokenizer.decode(token_ids, skip_special=True),
+        token_ids=tuple(token_ids),
+        num_prompt_tokens=end.num_prompt_tokens,
+        error=end.error,
+        num_cached_tokens=end.num_cached,
+    )
 
 
 def _unix_ms() -> int:

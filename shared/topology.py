@@ -14,6 +14,7 @@ from shared.manifest import Manifest
 
 QUEUE_SCHEMA = "v2"
 REQUESTS_QUEUE = f"cellpipe.{QUEUE_SCHEMA}.requests"
+BATCH_QUEUE = f"{REQUESTS_QUEUE}.batch"
 DEAD_QUEUE = f"cellpipe.{QUEUE_SCHEMA}.dead"
 MAX_QUEUED_REQUESTS = 10_000
 NO_DELIVERY_LIMIT = 1_000_000
@@ -207,18 +208,23 @@ def inbox_spec(
 def control_queues() -> tuple[QueueSpec, ...]:
     """The queues that exist once per cluster."""
     return (
-        # Quorum: an accepted request must survive a broker. A scheduler's restart redelivers
-        # what it held, and 4.x dead-letters after 20 redeliveries unless told otherwise.
-        QueueSpec(
-            REQUESTS_QUEUE,
-            QueueType.QUORUM,
-            max_length=MAX_QUEUED_REQUESTS,
-            max_bytes=MAX_QUEUED_REQUEST_BYTES,
-            dead_letter_queue=DEAD_QUEUE,
-            delivery_limit=NO_DELIVERY_LIMIT,
-        ),
+        _requests_spec(REQUESTS_QUEUE),
+        _requests_spec(BATCH_QUEUE),  # served when nothing waits in the first
         # Last, for the last declaration alone may be gone if RabbitMQ is killed just then (Mnesia).
         QueueSpec(DEAD_QUEUE, QueueType.CLASSIC),
+    )
+
+
+def _requests_spec(name: str) -> QueueSpec:
+    """Quorum: an accepted request must survive a broker. A scheduler's restart redelivers what it
+    held, and 4.x dead-letters after 20 redeliveries unless told otherwise."""
+    return QueueSpec(
+        name,
+        QueueType.QUORUM,
+        max_length=MAX_QUEUED_REQUESTS,
+        max_bytes=MAX_QUEUED_REQUEST_BYTES,
+        dead_letter_queue=DEAD_QUEUE,
+        delivery_limit=NO_DELIVERY_LIMIT,
     )
 
 

@@ -22,6 +22,7 @@ from shared.store.ledger import Ledger
 from shared.store.ledger_types import FinalEvent, TokenEvent
 from shared.store.presence import Presence
 from shared.store.shards import ShardStore
+from shared.text.document import read_text_document
 from shared.topology import Wire, even_layout
 
 
@@ -70,7 +71,8 @@ class ThreadCluster:
                 self._start(self._worker(group))
         self._start(self._scheduler(scheduler_limits))
         self.ledger = Ledger(stores.meta)
-        self.producer = Producer(self.broker(), self.ledger)
+        tokenizer, _ = read_text_document(bytes(packed.read_shard("tokenizer")))
+        self.producer = Producer(self.broker(), self.ledger, tokenizer=tokenizer)
         presence = Presence(stores.meta)
         deadline_s = time.monotonic() + 120
         while presence.coverage(self.layout) != [workers_per_group] * num_groups or not (

@@ -16,7 +16,7 @@ import redis
 from services.loader.pull import default_cache_dir, resolve_model
 from shared.broker.rabbitmq import RabbitmqBroker
 from shared.errors import ModelError
-from shared.topology import DEAD_QUEUE, REQUESTS_QUEUE, control_queues
+from shared.topology import control_queues
 from tests.contract.redis_server import RedisServer
 from tests.servers import URL_VARIABLES, PrivateServers
 from tests.tcp_proxy import TcpProxy
@@ -30,8 +30,8 @@ def empty_control_queues(request: pytest.FixtureRequest) -> None:
         url = request.getfixturevalue("amqp_url")
         with closing(RabbitmqBroker.connect(url)) as broker:
             broker.declare(control_queues())
-        for queue in (REQUESTS_QUEUE, DEAD_QUEUE):
-            purge_queue(url, queue)
+        for spec in control_queues():
+            purge_queue(url, spec.name)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shared.errors import PermanentError, RequestError, StoreDamaged
+from shared.errors import PermanentError, StoreDamaged
 from shared.messages import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -52,9 +52,8 @@ class Answer:
 def ask(session: Session, request: Request, *, echo: bool) -> Answer:
     """Submit a request and follow it to its end; print text as it comes if `echo`.
 
-    Ctrl-C cancels the request and returns what there is; `KeyboardInterrupt` leaves only when
-    nobody has admitted it yet. Raises `PermanentError` with the request's own error when it fails,
-    `TransientError` when its end is not heard of in time.
+    Ctrl-C cancels the request and returns what there is. Raises `PermanentError` with the request's
+    own error when it fails, `TransientError` when its end is not heard of in time.
     """
     from shared.store.ledger_base import START
     from shared.store.ledger_types import TokenEvent
@@ -96,18 +95,11 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
                             "the store has lost the others"
                         )
             except KeyboardInterrupt:
-                _cancel(session, request.request_id)  # its final event ends the loop
+                # Its final event ends the loop.
+                session.producer.cancel(request.request_id, is_submitted=True)
     if echo and answer.text:
         print(flush=True)
     return answer
-
-
-def _cancel(session: Session, request_id: str) -> None:
-    try:
-        session.producer.cancel(request_id)
-    except RequestError:
-        # Nobody has admitted it: there will be no final event to wait for.
-        raise KeyboardInterrupt from None
 
 
 def _say(answer: Answer, text: str, *, echo: bool) -> None:

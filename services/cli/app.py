@@ -10,6 +10,9 @@ from typing import Any
 
 # Each adds its commands to the tree; `--help` shows them in this order.
 import services.cli.generate  # isort: skip
+import services.cli.chat  # isort: skip
+import services.cli.queue  # isort: skip
+import services.cli.batch  # isort: skip
 import services.cli.models  # isort: skip
 import services.cli.cluster  # isort: skip
 import services.cli.gateway  # isort: skip

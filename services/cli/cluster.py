@@ -87,6 +87,9 @@ def scheduler(
     max_requests: Annotated[
         int, typer.Option(help="Requests that run at once.", min=1, max=65_535)
     ] = 256,
+    max_batch_requests: Annotated[
+        int, typer.Option(help="Of these, requests of batches, while nobody else waits.", min=1)
+    ] = 32,
 ) -> None:
     """Admit, start and answer requests until SIGTERM or Ctrl-C.
 
@@ -102,6 +105,7 @@ def scheduler(
     config = load_config()
     limits = SchedulerLimits(
         max_in_flight=max_requests,
+        max_batch_in_flight=max_batch_requests,
         settle_after_s=STORE_FLUSH_S,
         kv_budget_bytes=parse_size(kv_budget, field="--kv-budget"),
         prefix_budget_bytes=(

@@ -1,4 +1,4 @@
-"""`cellpipe run` and `cellpipe chat`: a prompt in, text out as it comes."""
+"""`cellpipe run`: a prompt in, text out as it comes; and the options of all that ask."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ def run(
     from shared.producer import new_request_id
 
     config = load_config(quiet=True)
-    _check_timeout(timeout)
-    text = _prompt_text(prompt)
+    check_timeout(timeout)
+    text = prompt_text(prompt)
     if raw and system is not None:
         raise ConfigError("--system goes through the chat template, which --raw leaves out")
-    sampling = _sampling(temperature, top_k, top_p, seed, max_tokens, speculate)
-    turns = _conversation(system, [ChatMessage("user", text)])
+    sampling = sampling_of(temperature, top_k, top_p, seed, max_tokens, speculate)
+    turns = conversation(system, [ChatMessage("user", text)])
     with open_session(
         config,
         model=model,
@@ -122,7 +122,7 @@ def run(
             prompt=text if raw else None,
             messages=None if raw else turns,
             sampling=sampling,
-            deadline_unix_ms=_deadline(timeout),
+            deadline_unix_ms=deadline(timeout),
         )
         answer = ask(session, request, echo=not as_json)
     if as_json:
@@ -141,65 +141,12 @@ def run(
         }
         typer.echo(json.dumps(record, ensure_ascii=False))
     else:
-        typer.echo(answer.closing_line() + _seed_note(sampling), err=True)
+        typer.echo(answer.closing_line() + seed_note(sampling), err=True)
     if answer.finish_reason is FinishReason.ABORT:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-@app.command()
-def chat(
-    model: Model = DEFAULT_MODEL,
-    cluster: Cluster = None,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.7,
-    top_k: TopK = 40,
-    top_p: TopP = 0.95,
-    seed: Seed = None,
-    speculate: Speculate = True,
-    system: System = None,
-    groups: Groups = 1,
-    threads: Threads = 0,
-    no_prefix_cache: NoPrefixCache = False,
-    timeout: Timeout = 600.0,
-) -> None:
-    """Talk with the model. An empty line or Ctrl-D ends it; Ctrl-C stops an answer.
-
-    Example: cellpipe chat --system "You answer in one sentence."
-    """
-    from services.cli.session import open_session
-    from shared.producer import new_request_id
-
-    config = load_config(quiet=True)
-    _check_timeout(timeout)
-    sampling = _sampling(temperature, top_k, top_p, seed, max_tokens, speculate)
-    history: list[ChatMessage] = []
-    with open_session(
-        config,
-        model=model,
-        cluster=cluster,
-        num_groups=groups,
-        num_threads=threads,
-        prefix_cache=not no_prefix_cache,
-    ) as session:
-        note = _seed_note(sampling)
-        typer.echo(f"{session.model_id}{note}. An empty line ends the conversation.", err=True)
-        while text := _read_line():
-            history.append(ChatMessage("user", text))
-            request = Request(
-                request_id=new_request_id(),
-                messages=_conversation(system, history),
-                sampling=sampling,
-                deadline_unix_ms=_deadline(timeout),
-            )
-            answer = ask(session, request, echo=True)
-            typer.echo(answer.closing_line(), err=True)
-            if answer.token_ids:
-                history.append(ChatMessage("assistant", answer.text))
-            else:
-                history.pop()  # cancelled before a word was said
-
-
-def _sampling(
+def sampling_of(
     temperature: float,
     top_k: int,
     top_p: float,
@@ -223,11 +170,11 @@ def _sampling(
         raise ConfigError(str(error)) from error
 
 
-def _seed_note(sampling: Sampling) -> str:
+def seed_note(sampling: Sampling) -> str:
     return f", seed {sampling.seed}" if sampling.temperature > 0 else ""
 
 
-def _prompt_text(prompt: str) -> str:
+def prompt_text(prompt: str) -> str:
     """The prompt, or standard input for "-". Raises `ConfigError` unless it is text."""
     if prompt == "-":
         try:
@@ -243,30 +190,16 @@ def _prompt_text(prompt: str) -> str:
     return prompt
 
 
-def _conversation(system: str | None, turns: list[ChatMessage]) -> tuple[ChatMessage, ...]:
+def conversation(system: str | None, turns: list[ChatMessage]) -> tuple[ChatMessage, ...]:
     return (*([ChatMessage("system", system)] if system is not None else []), *turns)
 
 
-def _check_timeout(timeout_s: float) -> None:
+def check_timeout(timeout_s: float) -> None:
     if not 0 < timeout_s <= MAX_TIMEOUT_S:  # NaN is neither
         raise ConfigError(
             f"--timeout must be over 0 and at most {MAX_TIMEOUT_S:g} seconds, got {timeout_s}"
         )
 
 
-def _deadline(timeout_s: float) -> int:
+def deadline(timeout_s: float) -> int:
     return int((time.time() + timeout_s) * 1000)
-
-
-def _read_line() -> str:
-    interactive = sys.stdin.isatty()
-    if interactive:
-        import readline  # noqa: F401  (gives input() line editing and history)
-    try:
-        line = input("> " if interactive else "").strip()
-        line.encode("utf-8")  # under some locales what cannot be decoded is passed on
-        return line
-    except (EOFError, KeyboardInterrupt):
-        return ""
-    except UnicodeError as error:
-        raise ConfigError(f"standard input is not UTF-8: {error}") from error

@@ -14,6 +14,7 @@ from shared.store.presence import Presence
 from shared.store.presence_types import STAGES, SchedulerInfo, WorkerInfo
 from shared.store.shards import ShardStore
 from shared.topology import (
+    BATCH_QUEUE,
     DEAD_QUEUE,
     REQUESTS_QUEUE,
     Layout,
@@ -45,6 +46,7 @@ class Overview:
     workers: list[WorkerInfo] = field(default_factory=list)
     schedulers: list[SchedulerInfo] = field(default_factory=list)
     requests_waiting: int | None = None
+    batch_requests_waiting: int | None = None
     dead_letters: int | None = None
     problems: list[str] = field(default_factory=list)
 
@@ -115,6 +117,7 @@ def _read_broker(overview: Overview, amqp_url: str, layout: Layout | None) -> No
     try:
         overview.broker_up = True
         overview.requests_waiting = broker.depth(REQUESTS_QUEUE)
+        overview.batch_requests_waiting = broker.depth(BATCH_QUEUE)
         overview.dead_letters = broker.depth(DEAD_QUEUE)
         for state in overview.groups:
             assert layout is not None, "groups come from a layout"
@@ -184,6 +187,7 @@ def print_overview(overview: Overview) -> None:
         )
     console.print(
         f"requests waiting: {_known(overview.requests_waiting)}, "
+        f"of batches: {_known(overview.batch_requests_waiting)}, "
         f"dead letters: {_known(overview.dead_letters)}"
     )
     for problem in overview.problems:

@@ -6,17 +6,24 @@ import os
 import sys
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+if TYPE_CHECKING:
+    from services.batch.run import Progress as BatchProgress
+
+LINE_EVERY_S = 10.0
 
 
 class StageBar:
@@ -55,6 +62,68 @@ class StageBar:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+
+class BatchBar:
+    """Requests done, tokens per second and the time left; without a terminal, a line at times."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._next_line_s = self._began_s + LINE_EVERY_S
+        self._progress: Progress | None = None
+        if sys.stderr.isatty():
+            self._progress = Progress(
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                console=Console(stderr=True),
+            )
+        self._task: TaskID | None = None
+
+    def show(self, batch: BatchProgress) -> None:
+        if self._progress is not None:
+            if self._task is None:
+                self._progress.start()
+                self._task = self._progress.add_task(
+                    "", total=batch.num_requests, completed=batch.num_done
+                )
+            self._progress.update(
+                self._task, completed=batch.num_done, description=self._told(batch)
+            )
+        elif time.monotonic() >= self._next_line_s:
+            self._next_line_s = time.monotonic() + LINE_EVERY_S
+            self._print(f"{batch.num_done} of {batch.num_requests} done, {self._told(batch)}")
+
+    def end(self, batch: BatchProgress, *, num_before: int) -> None:
+        """The summary. `num_before` were done before this run."""
+        if self._progress is not None:
+            self.show(batch)
+            self._progress.stop()
+        earlier = f", {num_before} of them before" if num_before else ""
+        self._print(
+            f"{batch.num_done} of {batch.num_requests} done{earlier}, {self._told(batch)}, "
+            f"{time.monotonic() - self._began_s:.1f} s"
+        )
+
+    def __enter__(self) -> BatchBar:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _told(self, batch: BatchProgress) -> str:
+        speed = batch.num_tokens / max(time.monotonic() - self._began_s, 1e-3)
+        return f"{batch.num_failed} with errors, {speed:.1f} tok/s"
+
+    def _print(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
 
 class Teller:

@@ -124,7 +124,7 @@ def _cluster_session(config: Config, model: str) -> Iterator[Session]:
         loaded = "" if model == DEFAULT_MODEL else model
         served = read_served_model(ShardStore(stores.weights), loaded)
         broker.declare(control_queues())
-        producer = Producer(broker, Ledger(stores.meta))
+        producer = Producer(broker, Ledger(stores.meta), tokenizer=served.tokenizer)
         watch = _SchedulerWatch(Presence(stores.meta))
         yield Session(producer, served.tokenizer, served.layout.model_id, watch.check)
 

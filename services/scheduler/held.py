@@ -16,9 +16,10 @@ class Held:
 
     `running` is what is known of it while it runs, None for one that was refused. It waits
     (`is_waiting`) until `kv_bytes` are free; the first `num_cached` positions of its prompt are
-    rows that it shares with others. `is_new` says that no step of it was ever sent, so
-    that its first needs no new epoch. `next_count_s` is when its KV rows may be counted again,
-    `sent_to` the worker that its last re-drive was meant for.
+    rows that it shares with others. `is_batch` says that it came by the queue of batches,
+    `is_new` that no step of it was ever sent, so that its first needs no new epoch. `next_count_s`
+    is when its KV rows may be counted again, `sent_to` the worker that its last re-drive was meant
+    for.
     `returned` holds messages that came again after a lost connection, while their first, stale
     delivery is still among `unanswered`: they are acked, and not answered a second time.
     `answered` are those whose reply is confirmed. They are acked at `settle_at_s`: before that the
@@ -29,6 +30,7 @@ class Held:
     started_s: float
     running: Running | None = None
     is_waiting: bool = False
+    is_batch: bool = False
     is_new: bool = False
     kv_bytes: int = 0
     num_cached: int = 0

@@ -9,7 +9,7 @@ import structlog
 from shared import codec
 from shared.broker.base import Broker, Delivery, Outgoing
 from shared.errors import StoreDamaged, Unroutable
-from shared.messages import FinishReason, Reply
+from shared.messages import FinishReason, Reply, Token
 from shared.store.ledger_types import LedgerRecord
 from shared.text.tokenizer import Tokenizer
 
@@ -24,18 +24,22 @@ def send_reply(broker: Broker, delivery: Delivery, reply: Reply, *, timeout_s: f
     """
     if not delivery.reply_to:
         return
+    try:
+        broker.publish([answer_to(delivery, reply, persistent=True)]).wait(timeout_s)
+    except Unroutable:
+        log.warning("reply_queue_gone", queue=delivery.reply_to, request_id=reply.request_id)
+
+
+def answer_to(delivery: Delivery, message: Reply | Token, *, persistent: bool) -> Outgoing:
+    """A message for the reply queue of a request message, in the request's own content type."""
     as_json = delivery.content_type.partition(";")[0].strip().lower() == codec.JSON
-    outgoing = Outgoing(
+    return Outgoing(
         delivery.reply_to,
-        codec.encode_json(reply) if as_json else codec.encode(reply),
-        persistent=True,
+        codec.encode_json(message) if as_json else codec.encode(message),
+        persistent=persistent,
         content_type=codec.JSON if as_json else codec.MSGPACK,
         correlation_id=delivery.correlation_id,
     )
-    try:
-        broker.publish([outgoing]).wait(timeout_s)
-    except Unroutable:
-        log.warning("reply_queue_gone", queue=delivery.reply_to, request_id=reply.request_id)
 
 
 def refusal_reply(delivery: Delivery, request_id: str, error: str) -> Reply:

@@ -33,6 +33,7 @@ from services.scheduler.prefixes import Prefixes, PrefixPages
 from services.scheduler.records import plan_of, record_of, refusal_of
 from services.scheduler.redrive import Redriver
 from services.scheduler.replies import refusal_reply, send_reply
+from services.scheduler.token_events import TokenEvents
 from services.scheduler.waiting_room import KvBudget, WaitingRoom
 from shared import codec
 from shared.backoff import Backoff
@@ -50,7 +51,7 @@ from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import LedgerRecord
 from shared.store.presence_types import WorkerInfo
-from shared.topology import REQUESTS_QUEUE
+from shared.topology import BATCH_QUEUE, REQUESTS_QUEUE
 
 log = structlog.get_logger()
 
@@ -59,7 +60,7 @@ MAX_PREFETCH = 65_535  # of AMQP
 
 
 class Scheduler:
-    """Serves the requests queue for one model.
+    """Serves the request queues for one model.
 
     `draw_seed` gives a seed to a request that has none, by its id. `coverage()` gives the number of
     live workers of each group, `peers()` what they tell of themselves. `kv_pages` None is the
@@ -94,7 +95,9 @@ class Scheduler:
         self._backoff = Backoff(first_s=0.05, max_s=2.0)
         self._held: dict[str, Held] = {}
         self._budget = KvBudget(
-            None if kv_pages is None else limits.kv_budget_bytes, limits.max_in_flight
+            None if kv_pages is None else limits.kv_budget_bytes,
+            limits.max_in_flight,
+            limits.max_batch_in_flight,
         )
         self._waiting_room = WaitingRoom(
             self._budget, self._send_first, bytes_per_position=kv_bytes_per_position(model.config)
@@ -120,10 +123,12 @@ class Scheduler:
             prefixes=self._prefixes,
             limits=limits,
         )
+        self._token_events = TokenEvents(broker, ledger, model.tokenizer)
         self._next_poll_s = 0.0
         # Those that only settle must not keep others from running.
         prefetch = limits.max_in_flight * (2 if limits.settle_after_s else 1)
         broker.consume(REQUESTS_QUEUE, prefetch=min(prefetch, MAX_PREFETCH))
+        broker.consume(BATCH_QUEUE, prefetch=min((prefetch + 1) // 2, MAX_PREFETCH))
 
     @property
     def num_in_flight(self) -> int:
@@ -154,6 +159,10 @@ class Scheduler:
         try:
             if delivery is not None:
                 self._admit(delivery)
+            if delivery is None or delivery.queue == BATCH_QUEUE:
+                # Before this turn's answers make room: whoever waits in the first queue comes with
+                # the ack of one, and is to have it.
+                self._waiting_room.let_in_batch(self._held)
         except TransientError as error:
             failures.append(str(error))
         try:  # a store too full to admit one more must not keep others from their answers
@@ -176,12 +185,19 @@ class Scheduler:
             request = codec.decode(delivery.body, delivery.content_type)
             if not isinstance(request, Request):
                 raise RequestError(f"a {type(request).__name__} has no business in this queue")
-            held = self._held.get(request.request_id)
-            if held is not None:
-                held.add(delivery)
-                return
         except PermanentError as error:
             self._refuse_unreadable(delivery, str(error))
+            return
+        try:
+            self._take_in(request, delivery)
+        finally:  # what is held will be answered, even if a server failed on the way
+            if request.stream and request.request_id in self._held:
+                self._token_events.follow(request.request_id, delivery)
+
+    def _take_in(self, request: Request, delivery: Delivery) -> None:
+        held = self._held.get(request.request_id)
+        if held is not None:
+            held.add(delivery)
             return
         if self.num_in_flight <= _FEW_HELD:
             # What has ended just now is perhaps what this one begins with: a turn of a chat.
@@ -274,11 +290,11 @@ class Scheduler:
         *,
         is_new: bool = False,
     ) -> Held:
-        held = Held(self._clock(), is_new=is_new)
+        held = Held(self._clock(), is_new=is_new, is_batch=delivery.queue == BATCH_QUEUE)
         if record is not None and record.finish_reason is None:
             held.running = self._redriver.watch(record, is_new=is_new, now_s=held.started_s)
             held.kv_bytes = kv_bytes(plan_of(record), self._model.config)
-            self._waiting_room.enter(request_id)
+            self._waiting_room.enter(request_id, is_batch=held.is_batch)
         self._held[request_id] = held
         held.add(delivery)
         return held
@@ -316,8 +332,10 @@ class Scheduler:
             elif is_over:
                 held.running = None
                 if held.retry_at_s <= now_s:
+                    self._token_events.end(request_id, state.committed_position)
                     self._answer(request_id, held, now_s)
             else:
+                self._token_events.tell(request_id, state.committed_position)
                 self._prefixes.committed(request_id, state.committed_position)
         damaged = self._redriver.look(self._held, states, self._surroundings(now_s))
         for request_id, reason in damaged.items():

@@ -77,7 +77,7 @@ class Ledger:
         return bool(reply)
 
     def refuse(self, record: LedgerRecord) -> bool:
-        """End a request that was never admitted with `record.error`, so that whoever waits hears.
+        """End a request that was never admitted as the record says, so that whoever waits hears.
 
         False when the request is known already.
         """
@@ -87,6 +87,7 @@ class Ledger:
                     load_script("ledger_refuse"),
                     (keys.ledger(record.request_id), keys.events(record.request_id)),
                     (
+                        record.finish_reason or FinishReason.ERROR,
                         record.error[:MAX_ERROR_CHARS],
                         self._finished_ttl_ms,
                         *flat_fields(record),

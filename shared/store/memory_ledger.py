@@ -224,7 +224,8 @@ class MemoryLedger:
         """A record that holds nothing but its end."""
         entry = self._add(record, self._finished_ttl_s)
         entry.final_id = event_id
-        entry.final = FinalEvent(event_text(event_id), FinishReason.ERROR, entry.error, 0, 0)
+        reason = record.finish_reason or FinishReason.ERROR
+        entry.final = FinalEvent(event_text(event_id), reason, entry.error, 0, 0)
         self._wake(record.request_id)
 
     def _end(self, entry: Entry, reason: FinishReason, error: str = "") -> None:

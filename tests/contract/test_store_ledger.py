@@ -271,6 +271,25 @@ def test_a_reader_waits_no_longer_than_it_said(ledger: RequestLedger) -> None:
     assert time.monotonic() - started < 2
 
 
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
+def test_a_request_that_never_ran_ends_for_the_reason_it_is_given(
+    ledger: RequestLedger, reason: FinishReason
+) -> None:
+    ended = dataclasses.replace(
+        RECORD, request_id="req-2", prompt_token_ids=(), finish_reason=reason, error="why"
+    )
+
+    assert ledger.refuse(ended)
+    assert not ledger.refuse(ended)
+    assert not ledger.refuse(dataclasses.replace(ended, request_id="req-1")), "it runs"
+
+    (event,) = ledger.events("req-2")
+    assert isinstance(event, FinalEvent)
+    assert (event.finish_reason, event.error, event.num_generated) == (reason, "why", 0)
+    assert ledger.states(["req-2"])["req-2"].finish_reason is reason
+    assert not ledger.admit(dataclasses.replace(RECORD, request_id="req-2"))
+
+
 @pytest.mark.parametrize("after", ["", "$", "5", "5-x", "-1-0", "٣-0"])
 def test_a_malformed_event_id_is_a_request_error(ledger: RequestLedger, after: str) -> None:
     with pytest.raises(RequestError, match="event id must be"):

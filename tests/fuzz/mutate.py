@@ -18,7 +18,7 @@ import msgpack
 
 from shared.codec import JSON, MSGPACK, decode, encode, encode_json, request_id_of
 from shared.errors import DecodeError, RequestError
-from shared.messages import Reply, Request
+from shared.messages import Reply, Request, Token
 from tests.fuzz.mutations import mutate_bytes, mutate_structure
 from tests.unit.codec_examples import EXAMPLES
 
@@ -61,7 +61,7 @@ def originals() -> list[tuple[bytes, str]]:
     return frames + [
         (encode_json(message), JSON)
         for message in EXAMPLES.values()
-        if isinstance(message, Request | Reply)
+        if isinstance(message, Request | Reply | Token)
     ]
 
 

@@ -17,6 +17,7 @@ from shared.messages import (
     Request,
     SamplingParams,
     Step,
+    Token,
 )
 
 STEP = Step(
@@ -92,6 +93,8 @@ EXAMPLES: dict[str, Message] = {
     "request.v1.speculation": Request(
         "req-5", prompt="Hello", sampling=SamplingParams(speculation=False)
     ),
+    "request.v1.stream": Request("req-6", prompt="Hello", stream=True),
+    "token.v1": Token("req-6", 3, 258, " wörld"),
     "reply.v1": REPLY,
     "reply.v1.cached": replace(REPLY, num_cached_tokens=16, num_prompt_tokens=20),
     "reply.v1.error": Reply("req-4", FinishReason.ERROR, "", (), 3, "deadline passed"),

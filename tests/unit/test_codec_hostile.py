@@ -137,7 +137,7 @@ def test_bytes_that_are_no_frame_are_refused(body: bytes, words: str) -> None:
         (b"[" * 100_000, "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b"[]", "must be a map"),
-        (b'{"kind": "step.v1"}', "only request.v1 and reply.v1 may be JSON"),
+        (b'{"kind": "step.v1"}', "only request.v1, reply.v1, token.v1 may be JSON"),
         (b'{"request_id": "r", "prompt": "\\ud800"}', "surrogate"),
         (b'{"request_id": "r", "prompt": "x", "sampling": {"top_p": NaN}}', "not JSON"),
         (b'{"request_id": "r", "prompt": "x", "sampling": {"top_p": 1' + b"0" * 999, "not JSON"),
@@ -174,7 +174,7 @@ def test_mutated_frames_give_a_message_or_one_error(name: str) -> None:
             num_valid += 1
 
     # Both must happen often, or the mutations test nothing.
-    assert min(num_valid, num_refused) > 500
+    assert min(num_valid, num_refused) > 0.05 * (num_valid + num_refused)
 
 
 @pytest.mark.parametrize("route", ["w", {"0": "w"}, [1], [b"w"], ["a b"], ["w" * 129], [""] * 1025])

@@ -1,0 +1,156 @@
+"""The lines of a batch file, and the request id of each. Knows no queue and no answer.
+
+The format is https://platform.openai.com/docs/guides/batch: a JSON object a line with `custom_id`,
+`method`, `url` and `body`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from services.batch.bodies import URLS, BodyError, request_of
+from shared.errors import ConfigError
+from shared.messages import Request
+
+MAX_CUSTOM_ID_CHARS = 512
+_DIGEST_CHARS = 40
+_PREFIX = "batch-"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a request stands in the file. `custom_id` None: the line has none that can be read.
+
+    The first attempt's `request_id` is the `key` of the line, a later one's has a number behind it.
+    """
+
+    number: int
+    offset: int
+    num_bytes: int
+    custom_id: str | None
+    request_id: str
+
+    @property
+    def key(self) -> str:
+        return key_of(self.request_id)[0]
+
+
+def key_of(request_id: str) -> tuple[str, int]:
+    """The key of the line that a request id was made for, and the number of the attempt.
+
+    Raises `ValueError` for another id.
+    """
+    key = request_id[: len(_PREFIX) + _DIGEST_CHARS]
+    rest = request_id.removeprefix(key)
+    return key, int(rest.removeprefix("-")) if rest else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that was read: the request it asks for, or why it cannot be served."""
+
+    entry: Entry
+    url: str
+    request: Request | None
+    error: str = ""
+    param: str | None = None
+
+
+class BatchInput:
+    """A batch file. Its lines stay in the file until they are read; blank ones are none.
+
+    `salt` is whatever else an answer depends on: request ids are made from the bytes of the file,
+    the salt, the custom_id and the `attempt`, so that a second run finds what the first has asked.
+    Raises `ConfigError` for a file that cannot be read, is empty, or has a custom_id twice.
+    """
+
+    def __init__(self, path: Path, *, salt: str, attempt: int = 1) -> None:
+        self._path = path
+        try:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").digest()
+                file.seek(0)
+                self.entries = list(_entries(file, digest + salt.encode(), attempt))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        if not self.entries:
+            raise ConfigError(f"{path} holds no request")
+        seen: dict[str, int] = {}
+        for entry in self.entries:
+            if entry.custom_id is not None:
+                first = seen.setdefault(entry.custom_id, entry.number)
+                if first != entry.number:
+                    raise ConfigError(
+                        f"{path} has custom_id {entry.custom_id!r:.80} on lines {first} and "
+                        f"{entry.number}",
+                        remedy="each needs one of its own: it names the line of the answer",
+                    )
+
+    def read(self, entry: Entry, *, chat_max_tokens: int, own_name: str = "") -> Line:
+        """What a line asks for. A body may call the served model by `own_name` too."""
+        with self._path.open("rb") as file:
+            file.seek(entry.offset)
+            text = file.read(entry.num_bytes)
+        line = read_line(entry, text, chat_max_tokens=chat_max_tokens)
+        if own_name and line.request is not None and line.request.model == own_name:
+            line = replace(line, request=replace(line.request, model=""))
+        return line
+
+
+def read_line(entry: Entry, text: bytes, *, chat_max_tokens: int) -> Line:
+    """Whatever is wrong with the line is told in it."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Line(entry, "", None, f"line {entry.number} is not JSON: {error}")
+    if not isinstance(raw, dict):
+        return Line(entry, "", None, f"line {entry.number} is no JSON object")
+    if entry.custom_id is None:
+        return Line(entry, "", None, f"line {entry.number} has no custom_id", "custom_id")
+    url, body = raw.get("url"), raw.get("body")
+    if url not in URLS:
+        return Line(entry, "", None, f"url must be one of {', '.join(URLS)}", "url")
+    if raw.get("method") != "POST":
+        return Line(entry, url, None, "method must be POST", "method")
+    if not isinstance(body, dict):
+        return Line(entry, url, None, "body must be an object", "body")
+    try:
+        request = request_of(
+            url, body, request_id=entry.request_id, chat_max_tokens=chat_max_tokens
+        )
+    except BodyError as error:
+        return Line(entry, url, None, str(error), error.param)
+    return Line(entry, url, request)
+
+
+def _entries(lines: Any, seed: bytes, attempt: int) -> Iterator[Entry]:
+    suffix = f"-{attempt}" if attempt > 1 else ""
+    offset = 0
+    for number, text in enumerate(lines, start=1):
+        if text.strip():
+            custom_id = _custom_id(text)
+            key = f"line {number}" if custom_id is None else f"id {custom_id}"
+            digest = hashlib.sha256(seed + b"\0" + key.encode()).hexdigest()[:_DIGEST_CHARS]
+            yield Entry(number, offset, len(text), custom_id, f"{_PREFIX}{digest}{suffix}")
+        offset += len(text)
+
+
+def _custom_id(text: bytes) -> str | None:
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    custom_id = raw.get("custom_id") if isinstance(raw, dict) else None
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+        return None
+    return None if _has_half_a_pair(custom_id) else custom_id
+
+
+def _has_half_a_pair(text: str) -> bool:
+    """Whether JSON escapes smuggled in what UTF-8 cannot carry."""
+    return any("\ud800" <= character <= "\udfff" for character in text)

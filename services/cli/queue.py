@@ -1,0 +1,181 @@
+"""`cellpipe enqueue` and `cellpipe result`: ask now, read the answer later."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from services.cli.generate import (
+    MaxTokens,
+    Seed,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    check_timeout,
+    conversation,
+    deadline,
+    prompt_text,
+    sampling_of,
+)
+from services.cli.settings import DEFAULT_MODEL, load_config
+from services.cli.tree import EXIT_INTERRUPTED, app
+from shared.errors import ConfigError, PermanentError, RequestError, TransientError
+from shared.messages import ChatMessage, FinishReason, Request, check_request_id
+
+if TYPE_CHECKING:
+    from services.cli.session import Session
+    from shared.messages import Reply
+
+LoadedModel = Annotated[
+    str, typer.Option("--model", "-m", help="A loaded model. Default: the one loaded last.")
+]
+
+
+@app.command()
+def enqueue(
+    prompt: Annotated[str, typer.Argument(help='What to ask; "-" reads standard input.')] = "",
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Read what to ask from a file.")
+    ] = None,
+    model: LoadedModel = DEFAULT_MODEL,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    system: System = None,
+    raw: Annotated[bool, typer.Option(help="Continue the prompt, without chat template.")] = False,
+    batch: Annotated[
+        bool, typer.Option("--batch", help="Let it be served when nobody else waits.")
+    ] = False,
+    request_id: Annotated[
+        str, typer.Option("--id", help="Its id; asking again under an id asks nothing new.")
+    ] = "",
+    timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds after which it is given up; 0 is never.")
+    ] = 0.0,
+) -> None:
+    """Put a request into the queue of a cluster and print its id.
+
+    Example: cellpipe result $(cellpipe enqueue "Why is the sky blue?") --follow
+    """
+    from services.cli.session import open_session
+    from shared.producer import new_request_id
+
+    config = load_config(quiet=True)
+    if timeout:
+        check_timeout(timeout)
+    if bool(prompt) == (file is not None):
+        raise ConfigError("give either a prompt or --file")
+    if raw and system is not None:
+        raise ConfigError("--system goes through the chat template, which --raw leaves out")
+    text = prompt_text(prompt) if file is None else _file_text(file)
+    turns = conversation(system, [ChatMessage("user", text)])
+    try:
+        request = Request(
+            request_id=request_id or new_request_id(),
+            prompt=text if raw else None,
+            messages=None if raw else turns,
+            sampling=sampling_of(temperature, top_k, top_p, seed, max_tokens, True),
+            deadline_unix_ms=deadline(timeout) if timeout else 0,
+        )
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+    with open_session(config, model=model, cluster=True, num_groups=1, num_threads=1) as session:
+        typer.echo(session.producer.submit(request, batch=batch))
+
+
+@app.command()
+def result(
+    request_id: Annotated[str, typer.Argument(help="What `cellpipe enqueue` printed.")],
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Show the text as it comes, to its end.")
+    ] = False,
+    model: LoadedModel = DEFAULT_MODEL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the answer to a request. Exit code 3 when there is none yet, 1 when it failed.
+
+    Answers are kept for an hour. Ctrl-C stops reading, not the request.
+
+    Example: cellpipe result r-8f1d0c2ab94e77f3a1b2c3d4 --follow
+    """
+    from services.cli.session import open_session
+
+    config = load_config(quiet=True)
+    try:
+        check_request_id(request_id)
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+    with open_session(config, model=model, cluster=True, num_groups=1, num_threads=1) as session:
+        if follow and not as_json:
+            _follow(session, request_id)
+        reply = _reply(session, request_id, wait=follow)
+    if as_json:
+        typer.echo(json.dumps(_reply_dict(reply), ensure_ascii=False))
+    elif not follow:
+        typer.echo(reply.text)
+    if not as_json:
+        typer.echo(_closing_line(reply), err=True)
+    if reply.finish_reason is FinishReason.ERROR:
+        raise PermanentError(reply.error)
+    if reply.finish_reason is FinishReason.ABORT:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _file_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error.reason}") from error
+    if not text.strip():
+        raise ConfigError(f"{path} is empty")
+    return text
+
+
+def _follow(session: Session, request_id: str) -> None:
+    try:
+        for text in session.producer.stream(request_id, on_silence=session.check):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except PermanentError:
+        pass  # its reply says the same, after what there is of its text
+    print(flush=True)
+
+
+def _reply(session: Session, request_id: str, *, wait: bool) -> Reply:
+    while True:
+        try:
+            return session.producer.result(request_id, timeout_s=1.0 if wait else 0.0)
+        except TransientError as error:
+            if not wait:
+                raise TransientError(
+                    str(error), remedy=f"wait for it: cellpipe result {request_id} --follow"
+                ) from error
+            session.check()
+
+
+def _reply_dict(reply: Reply) -> dict[str, object]:
+    return {
+        "request_id": reply.request_id,
+        "text": reply.text,
+        "token_ids": reply.token_ids,
+        "finish_reason": reply.finish_reason,
+        "num_prompt_tokens": reply.num_prompt_tokens,
+        "num_cached_tokens": reply.num_cached_tokens,
+        "error": reply.error,
+    }
+
+
+def _closing_line(reply: Reply) -> str:
+    return (
+        f"{len(reply.token_ids)} tokens ({reply.num_prompt_tokens} prompt tokens, "
+        f"finish: {reply.finish_reason})"
+    )

@@ -1,0 +1,351 @@
+"""A batch has one line for every request, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.batch.lines import BatchInput
+from services.batch.output import BatchOutput
+from services.batch.run import BatchLimits, BatchRun
+from services.scheduler.limits import SchedulerLimits
+from services.worker.worker import Worker
+from shared.errors import ConfigError, TransientError
+from shared.messages import FinishReason
+from shared.producer import Producer
+from shared.topology import BATCH_QUEUE
+from tests.rig import Rig
+from tests.rig_model import rig_tokenizer
+
+CHAT = "/v1/chat/completions"
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing of the run goes on."""
+
+
+def chat_line(custom_id: str, text: str = "hello", **body: Any) -> dict[str, Any]:
+    fields = {"messages": [{"role": "user", "content": text}], "max_tokens": 4} | body
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": fields}
+
+
+class Batch:
+    """An input and an output file, a rig that serves it, and runs of it."""
+
+    def __init__(self, folder: Path, lines: list[Any], *, num_workers: int = 1) -> None:
+        self.rig = Rig(1)
+        for _ in range(num_workers):
+            self.rig.add_worker(0)
+        self.rig.add_scheduler()
+        self.input = folder / "in.jsonl"
+        self.output = folder / "out.jsonl"
+        self.input.write_text(
+            "".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines)
+        )
+        self.submitted: list[str] = []
+
+    def run(
+        self,
+        *,
+        until: Callable[[], bool] = lambda: False,
+        check: Callable[[], None] = lambda: None,
+        attempt: int = 1,
+        **limits: Any,
+    ) -> BatchRun:
+        """Run it to its end, or until something is so: there it is killed."""
+        batch = BatchInput(self.input, salt="tiny", attempt=attempt)
+        producer = Producer(self.rig.new_broker(), self.rig.ledger, tokenizer=rig_tokenizer())
+        submit = producer.submit
+
+        def counted(request: Any, **options: Any) -> str:
+            self.submitted.append(request.request_id)
+            return submit(request, **options)
+
+        producer.submit = counted  # type: ignore[method-assign]
+        keys = [entry.key for entry in batch.entries]
+        with closing(BatchOutput(self.output, keys, attempt=attempt)) as output:
+            run = BatchRun(
+                producer,
+                output,
+                batch.entries,
+                lambda entry: batch.read(entry, chat_max_tokens=8),
+                check,
+                "tiny",
+                BatchLimits(**limits),
+                clock=self.rig.clock,
+                sleep=lambda seconds: (self.rig.clock.sleep(seconds), self.rig.turn())[0],
+            )
+            while not run.is_done:
+                if until():
+                    raise Killed
+                run.turn()
+            return run
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.read_text().splitlines()]
+
+    def by_id(self) -> dict[str | None, dict[str, Any]]:
+        lines = self.lines()
+        found = {line["custom_id"]: line for line in lines}
+        assert len(found) == len(lines), "a line is there twice"
+        return found
+
+
+def test_every_line_has_an_answer_in_openais_form(tmp_path: Path) -> None:
+    body = {"prompt": "hello world", "max_tokens": 3, "ignore_eos": True}
+    completion = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    batch = Batch(tmp_path, [chat_line("a", ignore_eos=True), completion])
+
+    run = batch.run()
+
+    chat, text = batch.by_id()["a"], batch.by_id()["c"]
+    assert chat["error"] is text["error"] is None
+    assert chat["id"] == chat["response"]["request_id"]
+    body = chat["response"]["body"]
+    assert (chat["response"]["status_code"], body["object"]) == (200, "chat.completion")
+    assert body["choices"][0]["message"]["role"] == "assistant"
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == 4
+    assert text["response"]["body"]["object"] == "text_completion"
+    usage = text["response"]["body"]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (2, 3, 5)
+    assert (run.progress().num_done, run.progress().num_failed) == (2, 0)
+    assert run.progress().num_tokens == 7
+
+
+def test_what_is_wrong_with_a_line_is_in_its_answer_and_the_others_go_on(tmp_path: Path) -> None:
+    lines: list[Any] = [
+        chat_line("good"),
+        "{not json",
+        json.dumps({"method": "POST", "url": CHAT, "body": {}}),
+        chat_line("stop", stop=["x"]),
+        chat_line("hot", temperature="warm"),
+        chat_line("none", messages=[]),
+        chat_line("other", model="gpt-4o"),
+        json.dumps(chat_line("half", **{"\ud800": 1})),
+        json.dumps(chat_line("half a pair", text="\ud800")),
+        {"custom_id": "embed", "method": "POST", "url": "/v1/embeddings", "body": {}},
+        "",
+        {"custom_id": "get", "method": "GET", "url": CHAT, "body": {}},
+    ]
+    batch = Batch(tmp_path, lines)
+
+    run = batch.run()
+
+    answers = batch.lines()
+    nameless = [line for line in answers if line["custom_id"] is None]
+    named = {line["custom_id"]: line for line in answers if line["custom_id"] is not None}
+    assert [line["error"]["code"] for line in nameless] == ["invalid_line"] * 2
+    assert "line 2 is not JSON" in nameless[0]["error"]["message"]
+    assert named.pop("good")["response"]["status_code"] == 200
+    told = {name: line["response"]["body"]["error"] for name, line in named.items()}
+    assert {line["response"]["status_code"] for line in named.values()} == {400}
+    assert {name: error["param"] for name, error in told.items()} == {
+        "stop": "stop", "hot": "temperature", "none": "messages", "other": None,
+        "half": "?", "half a pair": "messages",
+        "embed": "url", "get": "method",
+    }  # fmt: skip
+    assert "'gpt-4o' is not served" in told["other"]["message"]
+    assert (run.progress().num_done, run.progress().num_failed) == (11, 10)
+
+
+def test_a_run_that_is_killed_anywhere_is_resumed_and_computes_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    names = [f"line {n}" for n in range(12)]
+    batch = Batch(tmp_path, [chat_line(name, text=name, ignore_eos=True) for name in names])
+    for num_lines in (0, 1, 5, 11):
+
+        def so_many_are_written(number: int = num_lines) -> bool:
+            return bool(batch.submitted) and len(batch.lines()) >= number
+
+        with pytest.raises(Killed):
+            batch.run(concurrency=3, until=so_many_are_written)
+    batch.run(concurrency=3)
+
+    answers = batch.by_id()
+    assert set(answers) == set(names)
+    assert {line["response"]["status_code"] for line in answers.values()} == {200}
+    (worker,) = [actor for actor in batch.rig.actors if isinstance(actor, Worker)]
+    assert worker.num_steps_done <= 12 * 4, "a request was computed again"
+
+
+def test_a_torn_last_line_is_written_again(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [chat_line("a"), chat_line("b")])
+    batch.run()
+    whole = batch.output.read_bytes()
+    for num_bytes in (1, len(whole) // 2, len(whole) - 1):
+        batch.output.write_bytes(whole[:num_bytes])
+
+        batch.run()
+
+        assert set(batch.by_id()) == {"a", "b"}
+        assert len(batch.output.read_bytes().splitlines()) == 2
+
+
+def test_a_finished_batch_asks_nothing_again(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [chat_line("a"), chat_line("b", stop="x")])
+    batch.run()
+    batch.submitted.clear()
+
+    run = batch.run()
+
+    assert batch.submitted == []
+    assert (run.progress().num_done, run.progress().num_failed) == (2, 1)
+
+
+def test_no_more_than_the_bound_is_under_way(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [chat_line(f"{n}") for n in range(20)], num_workers=0)
+
+    def all_that_may_be_are_there() -> bool:
+        assert len(batch.submitted) <= 5
+        return batch.rig.clock() > 1_030.0
+
+    with pytest.raises(Killed):
+        batch.run(concurrency=5, until=all_that_may_be_are_there)
+
+    assert len(batch.submitted) == 5
+    assert batch.rig.num_messages(BATCH_QUEUE) == 5
+
+
+def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [chat_line(f"{n}") for n in range(6)])
+    batch.rig.kill(batch.rig.actors[-1])
+    batch.rig.add_scheduler(limits=SchedulerLimits(max_in_flight=1))
+    with batch.rig.hub.lock:
+        queue = batch.rig.hub.queues[BATCH_QUEUE]
+        queue.spec = replace(queue.spec, max_length=1)
+
+    batch.run(concurrency=6)
+
+    assert {line["response"]["status_code"] for line in batch.lines()} == {200}
+    assert len(batch.lines()) == 6
+
+
+def test_servers_that_stay_away_end_the_run_and_it_can_be_resumed(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [chat_line("a")])
+    batch.rig.kill(batch.rig.actors[-1])
+
+    def nobody() -> None:
+        raise TransientError("no scheduler runs")
+
+    with pytest.raises(TransientError, match="no scheduler runs"):
+        batch.run(check=nobody, patience_s=60.0)
+    assert batch.rig.clock() > 1_060.0
+    batch.rig.add_scheduler()
+    batch.run()
+
+    assert batch.by_id()["a"]["response"]["status_code"] == 200
+
+
+def test_a_cancelled_request_is_an_error_of_its_line(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [chat_line("a"), chat_line("b")], num_workers=0)
+
+    run = batch.run(until=lambda: cancel(batch, batch.submitted))
+
+    assert [line["error"]["code"] for line in batch.lines()] == ["cancelled"] * 2
+    assert [line["response"] for line in batch.lines()] == [None] * 2
+    assert run.progress().num_failed == 2
+
+
+def test_another_attempt_asks_for_what_failed_and_only_for_that(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [chat_line("a"), chat_line("b"), chat_line("c", stop="x")])
+    batch.run(until=lambda: cancel(batch, batch.submitted[:1]))
+    before = batch.by_id()
+    assert before["a"]["error"]["code"] == "cancelled"
+    batch.submitted.clear()
+
+    batch.run(attempt=2)
+
+    assert batch.submitted == [before["a"]["id"] + "-2"]
+    after = batch.by_id()
+    assert after["a"]["response"]["status_code"] == 200
+    assert after["b"] == before["b"]
+    assert after["c"]["response"]["status_code"] == 400
+    batch.submitted.clear()
+    assert batch.run(attempt=2).progress().num_failed == 1, "the same command goes on"
+    batch.run()
+    assert batch.submitted == []
+    assert batch.by_id() == after
+
+
+def cancel(batch: Batch, request_ids: list[str]) -> bool:
+    for request_id in request_ids:
+        batch.rig.ledger.finish(request_id, FinishReason.ABORT)
+    return False
+
+
+def test_a_request_that_the_store_has_forgotten_is_asked_for_anew(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [chat_line("a")], num_workers=0)
+    num_turns = 0
+
+    def forget_once_it_was_seen() -> bool:
+        nonlocal num_turns
+        num_turns += 1
+        if num_turns == 5:
+            assert batch.rig.ledger.get(batch.submitted[0]), "it was to be admitted"
+            batch.rig.kill(batch.rig.actors[0])
+            batch.rig.stores.meta.run(("FLUSHDB",))
+            batch.rig.take_deliveries(BATCH_QUEUE)
+            batch.rig.close_taps()
+            batch.rig.add_worker(0)
+            batch.rig.add_scheduler()
+        return False
+
+    batch.run(until=forget_once_it_was_seen)
+
+    assert len(batch.submitted) == 2
+    assert batch.by_id()["a"]["response"]["status_code"] == 200
+
+
+def test_an_output_of_another_input_is_refused(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [chat_line("a")])
+    batch.run()
+    batch.input.write_text(json.dumps(chat_line("a", text="another")) + "\n")
+
+    with pytest.raises(ConfigError, match="no answer to this input"):
+        batch.run()
+
+
+def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with closing(BatchOutput(path, [])), pytest.raises(ConfigError, match="another run"):
+        BatchOutput(path, [])
+    BatchOutput(path, []).close()
+
+
+def test_a_custom_id_that_is_there_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    lines = [chat_line("a"), chat_line("b"), chat_line("a", text="x")]
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+    with pytest.raises(ConfigError, match="'a' on lines 1 and 3"):
+        BatchInput(path, salt="")
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_an_empty_input_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match="no request"):
+        BatchInput(path, salt="")
+
+
+def test_request_ids_depend_on_file_salt_and_custom_id(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps(chat_line("a")) + "\n" + json.dumps(chat_line("b")))
+    first = [entry.request_id for entry in BatchInput(path, salt="model 1").entries]
+    again = [entry.request_id for entry in BatchInput(path, salt="model 1").entries]
+    other = [entry.request_id for entry in BatchInput(path, salt="model 2").entries]
+    path.write_text(path.read_text() + "\n")
+    longer = [entry.request_id for entry in BatchInput(path, salt="model 1").entries]
+
+    assert first == again
+    assert len({*first, *other, *longer}) == 6
