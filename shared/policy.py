@@ -27,7 +27,7 @@ class RedriveLimits:
     first sign of life as long as none was seen.
     """
 
-    redrive_after_s: float = 1.0
+    redrive_after_s: float = 0.8
     max_redrive_after_s: float = 30.0
     max_redrives: int = 8
     uncovered_grace_s: float = 15.0

@@ -175,7 +175,7 @@ def recoveries(
     for began_s, ended_s, is_first in waits:
         if ended_s - began_s <= usual[is_first]:
             continue
-        hits = [f for f in injected if began_s <= f.at_s < ended_s]
+        hits = [f for f in injected if f.at_s < ended_s and began_s <= max(f.at_s, f.over_s)]
         # Nothing comes back before the servers are: what else died meanwhile counts for them.
         hits = [fault for fault in hits if fault.over_s > fault.at_s] or hits
         names = {fault.name for fault in hits}

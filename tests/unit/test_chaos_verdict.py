@@ -159,6 +159,16 @@ def test_a_wait_with_a_restart_counts_for_the_restart() -> None:
     assert found["kill worker"].num_affected == 0
 
 
+def test_a_token_that_was_on_its_way_when_the_broker_died_takes_nothing_from_the_restart() -> None:
+    held_up = steady("r-1", stall_after=10, stall_s=4.9)  # tokens at 1.0 and 6.0
+    faults = [Injected("restart broker", 0.9, 5.0), Injected("kill worker", 2.0, 2.0)]
+
+    found = recoveries([held_up], faults)
+
+    assert found["restart broker"].p99_s == pytest.approx(1.0)
+    assert found["kill worker"].num_affected == 0
+
+
 def samples(num_s: int, mb_at: Callable[[int], float]) -> list[tuple[float, int]]:
     return [(float(t), round(mb_at(t) * 1e6)) for t in range(num_s)]
 

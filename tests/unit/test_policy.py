@@ -22,7 +22,7 @@ from shared.policy import (
     wants_count,
 )
 
-LIMITS = RedriveLimits()
+LIMITS = RedriveLimits(redrive_after_s=1.0)
 FAST = 0.02  # a pace, seconds
 
 
