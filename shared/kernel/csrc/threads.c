@@ -84,6 +84,7 @@ static int32_t run_alone(cp_engine *engine, cp_work *work, void *context)
 /* Between the jobs of one token lies a turn of the caller, 0.2 to 0.5 ms: a helper that went to sleep
  * in it wakes late, with the core's clock down. */
 #define LINGER_NS 1000000
+#define LENT_NS 20000 /* a yield that took so long gave the core to somebody */
 
 static inline void relax(void)
 {
@@ -101,10 +102,11 @@ static int64_t now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Spins for SPINS, or for `linger_ns` where that is not 0, then sleeps. */
+/* Spins for SPINS, or for `linger_ns` where that is not 0 and nobody else wants this core, then
+ * sleeps. */
 static void wait_for_change(cp_engine *e, const uint32_t *word, uint32_t old, int64_t linger_ns)
 {
-    int64_t until_ns = linger_ns ? now_ns() + linger_ns : 0;
+    int64_t yielded_ns = linger_ns ? now_ns() : 0, until_ns = yielded_ns + linger_ns;
     int i;
     for (i = 0; linger_ns || i < SPINS; i++) {
         if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != old)
@@ -112,8 +114,12 @@ static void wait_for_change(cp_engine *e, const uint32_t *word, uint32_t old, in
         relax();
         if (i % SPINS_ALONE == SPINS_ALONE - 1) {
             sched_yield(); /* the one we wait for may be waiting for this core */
-            if (linger_ns && now_ns() > until_ns)
-                break;
+            if (linger_ns) {
+                int64_t now = now_ns();
+                if (now > until_ns || now - yielded_ns > LENT_NS)
+                    break;
+                yielded_ns = now;
+            }
         }
     }
     pthread_mutex_lock(&e->sleep);
