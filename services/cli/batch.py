@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -97,6 +101,22 @@ def batch(
         raise typer.Exit(EXIT_FAILED)
 
 
+@contextmanager
+def _noted_sigint() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: Python drops a KeyboardInterrupt that strikes in a finalizer."""
+    pressed = threading.Event()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        pressed.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _run(
     session: Session,
     lines: BatchInput,
@@ -119,11 +139,13 @@ def _run(
         limits=BatchLimits(concurrency=concurrency),
     )
     num_before = len(answers.done)
-    with BatchBar() as bar:
+    with BatchBar() as bar, _noted_sigint() as is_interrupted:
         try:
             while not run.is_done:
                 bar.show(run.progress())
                 run.turn()
+                if is_interrupted():
+                    raise KeyboardInterrupt
         except KeyboardInterrupt:
             bar.end(run.progress(), num_before=num_before)
             typer.echo("interrupted; the same command goes on from here", err=True)

@@ -94,7 +94,7 @@ def test_a_batch_that_is_killed_is_gone_on_with_and_has_one_line_each(
         run = cluster.start(*command)
         wait_for_lines(answers, number, run)
         os.kill(run.pid, how)
-        assert run.wait(WAIT_S) == (130 if how == signal.SIGINT else -how)
+        assert run.wait(WAIT_S) == (130 if how == signal.SIGINT else -how), cluster.logs()
         assert number <= num_lines(answers) < NUM_LINES, "it was to be killed on its way"
     last = cluster.run(*command)
     once_more = cluster.run(*command)
