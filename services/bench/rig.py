@@ -100,7 +100,10 @@ class Rig:
 
     def ask(self, prompts: Prompts, num_tokens: int) -> Load:
         """Greedy answers of so many tokens to all prompts at once; they have been asked."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        # Without drafts: an answer that goes round in circles would flatter us beside a peer.
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=num_tokens, ignore_eos=True, speculation=False
+        )
         load = Load(
             self.producer,
             [Question(prompt, sampling) for prompt in prompts],
