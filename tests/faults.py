@@ -9,6 +9,17 @@ from shared.broker.base import Outgoing
 from shared.broker.memory import MemoryBroker, MemoryHub
 from shared.errors import ConfirmTimeout
 
+# Where a worker of a group may die: in which part, at which call. Only the last group commits.
+CALLS = [
+    (0, "kv_pages", "write_all"),
+    (0, "broker", "publish"),
+    (0, "broker", "ack"),
+    (1, "kv_pages", "write_all"),
+    (1, "ledger", "commit_all"),
+    (1, "broker", "publish"),
+    (1, "broker", "ack"),
+]
+
 
 class Crash(BaseException):
     """The process is gone; nothing after this line runs in it."""

@@ -17,7 +17,7 @@ from shared.errors import KernelError
 from shared.messages import Request, SamplingParams, Step
 from shared.model.kv_cache import SequenceCache
 from shared.store.kv_pages import KvPages
-from tests.faults import Crash, LosableBroker, LossyBroker, Tripwire
+from tests.faults import CALLS, Crash, LosableBroker, LossyBroker, Tripwire
 from tests.rig import Rig, assert_answers
 from tests.rig_model import GREEDY, SAMPLED, expected_tokens, prompt_of, rig_model
 
@@ -27,16 +27,6 @@ LOOPING = replace(GREEDY, max_tokens=40, speculation=True)
 WANDERING = replace(SAMPLED, max_tokens=40, temperature=0.2, speculation=True)
 ASKED = [("greedy", PROMPT, LOOPING), ("sampled", prompt_of(5, salt=3) * 5, WANDERING)]
 SLICED = WorkerLimits(max_batch_rows=12)
-
-CALLS = [
-    (0, "kv_pages", "write_all"),
-    (0, "broker", "publish"),
-    (0, "broker", "ack"),
-    (1, "kv_pages", "write_all"),
-    (1, "ledger", "commit_all"),
-    (1, "broker", "publish"),
-    (1, "broker", "ack"),
-]
 
 Asked = Sequence[tuple[str, Sequence[int], SamplingParams]]
 

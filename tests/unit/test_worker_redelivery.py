@@ -13,7 +13,7 @@ from services.worker.limits import WorkerLimits
 from shared import codec
 from shared.errors import StoreUnavailable
 from shared.messages import Step
-from tests.faults import Crash, DeafBroker, LosableBroker, Tripwire
+from tests.faults import CALLS, Crash, DeafBroker, LosableBroker, Tripwire
 from tests.rig import Rig, assert_answers
 from tests.rig_model import GREEDY, SAMPLED, expected_tokens, prompt_of
 
@@ -21,16 +21,6 @@ PROMPT = prompt_of(30)
 SLICED = WorkerLimits(max_batch_rows=12)
 ASKED = [("a", PROMPT, SAMPLED), ("b", prompt_of(17, salt=1), GREEDY)]
 
-# Where a worker of a group may die: in which part, at which call. Only the last group commits.
-CALLS = [
-    (0, "kv_pages", "write_all"),
-    (0, "broker", "publish"),
-    (0, "broker", "ack"),
-    (1, "kv_pages", "write_all"),
-    (1, "ledger", "commit_all"),
-    (1, "broker", "publish"),
-    (1, "broker", "ack"),
-]
 FAILING_CALLS = [call for call in CALLS if call[2] != "ack"]  # an ack has no answer
 
 
