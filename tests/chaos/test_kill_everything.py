@@ -40,6 +40,8 @@ NUM_GROUPS = 2
 WORKERS_PER_GROUP = 2
 NUM_REQUESTS = 48
 LOST_S = 1.0
+# A hundred tokens take 4 s at least, on the quickest machine: so there is something to lose.
+SLOWLY = "slow@compute:seconds=0.02"
 MAX_IN_FLIGHT = 8  # of a scheduler, which takes twice as many: others are queued at the broker
 SEEDS = [int(text) for text in os.environ.get("CELLPIPE_TEST_SEEDS", "1").split(",")]
 
@@ -103,10 +105,10 @@ class Submitter:
                 return
 
 
-def start_processes(cluster: ProcessCluster, num_schedulers: int) -> None:
+def start_processes(cluster: ProcessCluster, num_schedulers: int, *, faults: str = "") -> None:
     for group in range(NUM_GROUPS):
         for _ in range(WORKERS_PER_GROUP):
-            cluster.start("worker", "--group", str(group))
+            cluster.start("worker", "--group", str(group), faults=faults)
     for _ in range(num_schedulers):
         cluster.start("scheduler", "--max-requests", str(MAX_IN_FLIGHT))
 
@@ -163,7 +165,7 @@ def test_everything_is_killed_and_every_accepted_request_completes(
         stores = stack.enter_context(closing(connect(urls[1])))
         ledger = Ledger(stores.meta)
         layout = ShardStore(stores.weights).active_layout("")
-        start_processes(cluster, num_schedulers)
+        start_processes(cluster, num_schedulers, faults=SLOWLY)
         cluster.wait_until_serving(NUM_GROUPS * WORKERS_PER_GROUP)
         broker = stack.enter_context(closing(RabbitmqBroker.connect(urls[0])))
         producer = Producer(broker, ledger)
