@@ -8,24 +8,32 @@ from typing import Any
 from services.gateway.answer import Answer, Piece, Usage
 from services.gateway.backend import Backend
 from services.gateway.note import Note
-from shared.text.logprobs import ShownToken, chat_logprobs, text_logprobs
+from shared.text.logprobs import ShownToken, chat_entry, text_logprobs
 
 
 def whole_document(
     answer: Answer, texts: list[str], tokens: list[list[ShownToken]], backend: Backend
-) -> dict[str, Any]:
-    """The answer to a request that is no stream: text and tokens of each choice."""
+) -> str:
+    """The answer to a request that is no stream, as JSON: text and tokens of each choice.
+
+    Log probabilities are written token by token: as one document of objects they would take
+    hundreds of bytes for each number.
+    """
     assert answer.usage is not None, "every request has ended"
     choices = [
-        {
-            **_content(answer, choice.index, texts[choice.index]),
-            "logprobs": _logprobs(answer.note, tokens[choice.index], backend),
-            "finish_reason": choice.finish_reason,
-        }
+        _joined(
+            {
+                **_content(answer, choice.index, texts[choice.index]),
+                "finish_reason": choice.finish_reason,
+            },
+            "logprobs",
+            _logprobs(answer.note, tokens[choice.index], backend),
+        )
         for choice in answer.choices
     ]
     kind = "chat.completion" if answer.note.kind == "chat" else "text_completion"
-    return {**_head(answer, kind, backend), "choices": choices, "usage": _usage(answer.usage)}
+    document = {**_head(answer, kind, backend), "usage": _usage(answer.usage)}
+    return _joined(document, "choices", f"[{','.join(choices)}]")
 
 
 class Chunks:
@@ -41,42 +49,23 @@ class Chunks:
         self._tail: dict[str, Any] = {"usage": None} if answer.note.include_usage else {}
 
     def opening(self, piece: Piece) -> str:
-        return self._chunk(piece, {"role": "assistant", "content": ""})
+        return self._chunk(piece, {"delta": {"role": "assistant", "content": ""}})
 
     def piece(self, piece: Piece) -> str:
         if self._is_chat:
             delta = {"content": piece.text} if piece.text else {}
-            return self._chunk(piece, delta)
-        return _dump(
-            {
-                **self._head,
-                "choices": [
-                    {
-                        "index": piece.index,
-                        "text": piece.text,
-                        "logprobs": self._logprobs(piece),
-                        "finish_reason": piece.finish_reason,
-                    }
-                ],
-                **self._tail,
-            }
-        )
+            return self._chunk(piece, {"delta": delta})
+        return self._chunk(piece, {"text": piece.text})
 
     def usage(self, usage: Usage) -> str:
         return _dump({**self._head, "choices": [], "usage": _usage(usage)})
 
-    def _chunk(self, piece: Piece, delta: dict[str, str]) -> str:
-        choice = {
-            "index": piece.index,
-            "delta": delta,
-            "logprobs": self._logprobs(piece),
-            "finish_reason": piece.finish_reason,
-        }
-        return _dump({**self._head, "choices": [choice], **self._tail})
-
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        """Those of the tokens that begin in the piece; none in one that only opens or ends."""
-        return _logprobs(self._note, piece.tokens, self._backend) if piece.tokens else None
+    def _chunk(self, piece: Piece, content: dict[str, Any]) -> str:
+        # Those of the tokens that begin in the piece; none in one that only opens or ends.
+        logprobs = _logprobs(self._note, piece.tokens, self._backend) if piece.tokens else "null"
+        choice = {"index": piece.index, **content, "finish_reason": piece.finish_reason}
+        choices = f"[{_joined(choice, 'logprobs', logprobs)}]"
+        return _joined({**self._head, **self._tail}, "choices", choices)
 
 
 def _head(answer: Answer, kind: str, backend: Backend) -> dict[str, Any]:
@@ -96,12 +85,18 @@ def _content(answer: Answer, index: int, text: str) -> dict[str, Any]:
     return {"index": index, "message": message}
 
 
-def _logprobs(note: Note, tokens: list[ShownToken], backend: Backend) -> dict[str, Any] | None:
+def _logprobs(note: Note, tokens: list[ShownToken], backend: Backend) -> str:
     if note.logprobs is None:
-        return None
-    if note.kind == "chat":
-        return chat_logprobs(tokens, backend.tokenizer)
-    return text_logprobs(tokens, backend.tokenizer, num_top=note.logprobs)
+        return "null"
+    if note.kind == "text":
+        return _dump(text_logprobs(tokens, backend.tokenizer, num_top=note.logprobs))
+    entries = ",".join(_dump(chat_entry(token, backend.tokenizer)) for token in tokens)
+    return f'{{"content":[{entries}],"refusal":null}}'
+
+
+def _joined(document: dict[str, Any], name: str, value: str) -> str:
+    """A document as JSON, with one more field that is JSON already."""
+    return f'{_dump(document)[:-1]},"{name}":{value}}}'
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

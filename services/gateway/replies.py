@@ -10,7 +10,7 @@ import json
 from collections.abc import Coroutine
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.answer import Answer
@@ -87,8 +87,14 @@ class WholeReply(AnswerReply):
                 tokens[piece.index] += piece.tokens
             if not pieces:
                 await self._gateway.check(is_running=True)
-        document = whole_document(answer, texts, tokens, self._gateway.backend)
-        await JSONResponse(document)(scope, receive, send)
+        backend = self._gateway.backend
+        if answer.note.logprobs is None:
+            document = whole_document(answer, texts, tokens, backend)
+        else:  # may take a second to write, in which others want their tokens
+            document = await self._gateway.text(
+                lambda: whole_document(answer, texts, tokens, backend)
+            )
+        await Response(document, media_type="application/json")(scope, receive, send)
 
 
 class StreamReply(AnswerReply):
