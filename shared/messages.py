@@ -10,7 +10,6 @@ Token positions count from 0: the prompt takes 0..P-1 and the first generated to
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import DecodeError, RequestError
+from shared.logprobs import TokenLogprobs
+from shared.sampling_params import MAX_SEED as MAX_SEED
+from shared.sampling_params import MAX_TOKEN_ID as MAX_TOKEN_ID
+from shared.sampling_params import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
+from shared.sampling_params import SamplingParams as SamplingParams
 
-MAX_TOKENS_LIMIT = 1_048_576
-MAX_SEED = 2**64 - 1
-MAX_TOKEN_ID = 2**31 - 1
 MAX_LIST_LEN = 1 << 20  # token ids or chat messages of one request
 MAX_UNIX_MS = 2**53 - 1
 MAX_ROUTE_LEN = 1024
@@ -40,38 +41,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is drawn (vLLM's names).
-
-    `temperature` 0 is greedy and ignores the rest; `top_k` 0 and `top_p` 1 are off. `seed` None
-    lets the scheduler draw one, which the ledger then records, so that a repeat is exact.
-    `speculation` lets the last group guess tokens ahead; it changes the time, never the tokens.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    max_tokens: int = 256
-    ignore_eos: bool = False
-    speculation: bool = True
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
-            raise RequestError(f"temperature must be in 0..100, got {self.temperature!r}")
-        if not 0 <= self.top_k <= 2**31 - 1:
-            raise RequestError(f"top_k must be 0 (off) or positive, got {self.top_k!r}")
-        if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
-            raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise RequestError(f"seed must be in 0..2**64-1, got {self.seed!r}")
-        if not 1 <= self.max_tokens <= MAX_TOKENS_LIMIT:
-            raise RequestError(
-                f"max_tokens must be in 1..{MAX_TOKENS_LIMIT}, got {self.max_tokens!r}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +116,11 @@ class Step:
     token; each row is sampled as long as the token after it is the drafted one. `accepted` are the
     tokens right before `position` whose rows an earlier draft computed: they are in the caches of
     the workers on the route, and not in the store yet.
+
+    `sampling` is what `SamplingParams.of_steps` leaves of the request's. If that is not all, the
+    step is `shaped`: what is done to the logits first depends on the request's record and on the
+    tokens so far, and whoever samples reads both in the ledger. Such a step, or one that draws in a
+    way that is newer than `step.v2`, is a `step.v3`.
     """
 
     request_id: str
@@ -164,6 +138,7 @@ class Step:
     route: tuple[str, ...] = ()
     draft: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
+    shaped: bool = False
     num_positions: int = field(init=False, repr=False, compare=False)  # T
 
     def __post_init__(self) -> None:
@@ -213,7 +188,8 @@ class Step:
 class Reply:
     """`reply.v1`: the final answer, sent to a request's `reply_to` queue.
 
-    The first `num_cached_tokens` of the prompt had been computed for others before.
+    The first `num_cached_tokens` of the prompt had been computed for others before. `logprobs` are
+    those of each token, None if they were not asked for or would not fit into a message.
     """
 
     request_id: str
@@ -223,6 +199,7 @@ class Reply:
     num_prompt_tokens: int
     error: str = ""
     num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +215,7 @@ class Token:
     index: int
     token_id: int
     text: str
+    logprobs: TokenLogprobs | None = None
 
 
 Message = Request | Step | Reply | Token

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.gateway.choice import Choice
 from services.gateway.errors import ApiError
@@ -14,6 +14,7 @@ from services.gateway.reader import Feed
 from shared.messages import FinishReason
 from shared.producer import DEADLINE_GRACE_MS
 from shared.store.ledger_types import FinalEvent
+from shared.text.logprobs import ShownToken
 from shared.text.tokenizer import Tokenizer
 
 
@@ -21,6 +22,7 @@ from shared.text.tokenizer import Tokenizer
 class Piece:
     """Text of one choice up to its `num_tokens`th token, and its end if that was reached.
 
+    `tokens` are those that begin in the text, if log probabilities were asked for.
     `event_id` says how far a reader is who has seen it and all before it.
     """
 
@@ -29,6 +31,7 @@ class Piece:
     text: str = ""
     finish_reason: str | None = None
     event_id: str = ""
+    tokens: list[ShownToken] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +127,10 @@ class Answer:
             if shown.is_finished or (choice.num_tokens <= shown.num_tokens and not has_ended):
                 continue
             if choice.num_tokens <= shown.num_tokens and not isinstance(event, FinalEvent):
-                text = ""  # it was shown, its end was not
+                text, choice.shown = "", []  # it was shown, its end was not
             piece = pieces.setdefault(choice.index, Piece(choice.index))
             piece.text += text
+            piece.tokens += choice.shown
             piece.num_tokens = choice.num_tokens
             piece.finish_reason = choice.finish_reason
         new = [p for p in pieces.values() if self._note_shown(p)]

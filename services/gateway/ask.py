@@ -13,6 +13,7 @@ from shared.messages import ChatMessage, SamplingParams
 from shared.text.prompt import chat_token_ids, check_token_ids, text_token_ids
 
 DEFAULT_TEXT_TOKENS = 16  # as OpenAI's
+MAX_LOGPROBS = 400_000  # of one answer: 30 MB of JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,23 @@ def read_ask(body: Generation, backend: Backend) -> Ask:
     check_model(body.model, backend)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is for stream: true", param="stream_options")
+    for token_id, _ in body.logit_bias:
+        if token_id >= backend.vocab_size:
+            raise ApiError(
+                400,
+                f"logit_bias names token {token_id}; the model has 0..{backend.vocab_size - 1}",
+                param="logit_bias",
+                code="invalid_value",
+            )
     match body:
         case ChatCompletion():
+            if body.top_logprobs is not None and not body.logprobs:
+                raise ApiError(
+                    400,
+                    f"top_logprobs {body.top_logprobs} is for logprobs: true",
+                    param="top_logprobs",
+                    code="invalid_value",
+                )
             if body.max_tokens is not None and body.max_completion_tokens is not None:
                 raise ApiError(
                     400,
@@ -62,11 +78,21 @@ def read_ask(body: Generation, backend: Backend) -> Ask:
         case _:
             raise TypeError(f"no completion: {type(body).__name__}")
     n = body.n or 1
+    num_top = num_logprobs(body)
     samplings = tuple(
         _sampling(body, _max_tokens(tokens, asked, name, backend), choice)
         for tokens in prompts
         for choice in range(n)
     )
+    num_tokens = sum(sampling.max_tokens for sampling in samplings)
+    if num_top is not None and num_tokens * (1 + num_top) > MAX_LOGPROBS:
+        raise ApiError(
+            400,
+            f"the answer may have {num_tokens} tokens, and at {1 + num_top} log probabilities for "
+            f"each that is over {MAX_LOGPROBS}; ask for fewer {name}",
+            param="logprobs",
+            code="invalid_value",
+        )
     return Ask(kind, prompts, samplings, n)
 
 
@@ -129,4 +155,21 @@ def _sampling(body: Generation, max_tokens: int, choice: int) -> SamplingParams:
         seed=None if body.seed is None else (body.seed + choice) % 2**64,
         max_tokens=max_tokens,
         ignore_eos=bool(body.ignore_eos),
+        min_p=body.min_p or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=body.logit_bias,
+        logprobs=num_logprobs(body),
     )
+
+
+def num_logprobs(body: Generation) -> int | None:
+    """How many likeliest tokens it wants to know of at each place; None for no probabilities."""
+    match body:
+        case ChatCompletion():
+            return (body.top_logprobs or 0) if body.logprobs else None
+        case TextCompletion():
+            return body.logprobs
+        case _:
+            raise TypeError(f"no completion: {type(body).__name__}")

@@ -6,12 +6,14 @@ same, from any of them on.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from services.gateway.stops import StopMatcher
 from shared.messages import FinishReason
 from shared.store.ledger_types import FinalEvent, TokenEvent
 from shared.text.detokenizer import Detokenizer
+from shared.text.logprobs import ShownToken
 from shared.text.tokenizer import Tokenizer
 
 
@@ -19,6 +21,8 @@ class Choice:
     """`num_tokens` are those taken, with the one that completed a stop string and none after it.
 
     `finish_reason` None: it still runs. `final` is the end of its request, which may come later.
+    `shown` are the tokens of whose text the last call showed the first character, if their request
+    asked for log probabilities.
     """
 
     def __init__(
@@ -31,6 +35,10 @@ class Choice:
         self.final: FinalEvent | None = None
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopMatcher(stops)
+        self.shown: list[ShownToken] = []
+        self._hidden: deque[ShownToken] = deque()  # of which no text was shown yet
+        self._num_chars = 0  # that came of the tokens
+        self._num_shown = 0
 
     @property
     def was_cut(self) -> bool:
@@ -39,17 +47,24 @@ class Choice:
 
     def take(self, event: TokenEvent) -> str:
         """The text that a token completes; "" while a character or a stop string is open."""
+        self.shown = []
         if self.finish_reason is not None:
             return ""
         self.num_tokens += 1
-        text = self._stops.feed(self._detokenizer.feed([event.token_id]))
+        if event.logprobs is not None:
+            self._hidden.append(ShownToken(event.token_id, self._num_chars, event.logprobs))
+        text = self._detokenizer.feed([event.token_id])
+        self._num_chars += len(text)
+        text = self._stops.feed(text)
         if self._stops.has_stopped:
             self.finish_reason = "stop"
+        self._show(text)
         return text
 
     def end(self, event: FinalEvent) -> str:
         """The rest of the text. One that failed or was cancelled has no finish reason."""
         self.final = event
+        self.shown = []
         if self.finish_reason is not None:
             return ""
         rest = self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
@@ -57,4 +72,10 @@ class Choice:
             self.finish_reason = "stop"
         elif event.finish_reason is FinishReason.LENGTH:
             self.finish_reason = "length"
+        self._show(rest)
         return rest
+
+    def _show(self, text: str) -> None:
+        self._num_shown += len(text)
+        while self._hidden and self._hidden[0].offset < self._num_shown:
+            self.shown.append(self._hidden.popleft())

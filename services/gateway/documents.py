@@ -7,23 +7,41 @@ from typing import Any
 
 from services.gateway.answer import Answer, Piece, Usage
 from services.gateway.backend import Backend
+from services.gateway.note import Note
+from shared.text.logprobs import ShownToken, chat_entry, text_logprobs
 
 
-def whole_document(answer: Answer, texts: list[str], backend: Backend) -> dict[str, Any]:
-    """The answer to a request that is no stream."""
+def whole_document(
+    answer: Answer, texts: list[str], tokens: list[list[ShownToken]], backend: Backend
+) -> str:
+    """The answer to a request that is no stream, as JSON: text and tokens of each choice.
+
+    Log probabilities are written token by token: as one document of objects they would take
+    hundreds of bytes for each number.
+    """
     assert answer.usage is not None, "every request has ended"
     choices = [
-        _choice(answer, choice.index, texts[choice.index], choice.finish_reason)
+        _joined(
+            {
+                **_content(answer, choice.index, texts[choice.index]),
+                "finish_reason": choice.finish_reason,
+            },
+            "logprobs",
+            _logprobs(answer.note, tokens[choice.index], backend),
+        )
         for choice in answer.choices
     ]
     kind = "chat.completion" if answer.note.kind == "chat" else "text_completion"
-    return {**_head(answer, kind, backend), "choices": choices, "usage": _usage(answer.usage)}
+    document = {**_head(answer, kind, backend), "usage": _usage(answer.usage)}
+    return _joined(document, "choices", f"[{','.join(choices)}]")
 
 
 class Chunks:
     """The chunks of one stream as JSON texts."""
 
     def __init__(self, answer: Answer, backend: Backend) -> None:
+        self._note = answer.note
+        self._backend = backend
         self._is_chat = answer.note.kind == "chat"
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         self._head = _head(answer, kind, backend)
@@ -31,33 +49,23 @@ class Chunks:
         self._tail: dict[str, Any] = {"usage": None} if answer.note.include_usage else {}
 
     def opening(self, piece: Piece) -> str:
-        return self._chunk(piece.index, {"role": "assistant", "content": ""}, None)
+        return self._chunk(piece, {"delta": {"role": "assistant", "content": ""}})
 
     def piece(self, piece: Piece) -> str:
         if self._is_chat:
             delta = {"content": piece.text} if piece.text else {}
-            return self._chunk(piece.index, delta, piece.finish_reason)
-        return _dump(
-            {
-                **self._head,
-                "choices": [
-                    {
-                        "index": piece.index,
-                        "text": piece.text,
-                        "logprobs": None,
-                        "finish_reason": piece.finish_reason,
-                    }
-                ],
-                **self._tail,
-            }
-        )
+            return self._chunk(piece, {"delta": delta})
+        return self._chunk(piece, {"text": piece.text})
 
     def usage(self, usage: Usage) -> str:
         return _dump({**self._head, "choices": [], "usage": _usage(usage)})
 
-    def _chunk(self, index: int, delta: dict[str, str], finish_reason: str | None) -> str:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return _dump({**self._head, "choices": [choice], **self._tail})
+    def _chunk(self, piece: Piece, content: dict[str, Any]) -> str:
+        # Those of the tokens that begin in the piece; none in one that only opens or ends.
+        logprobs = _logprobs(self._note, piece.tokens, self._backend) if piece.tokens else "null"
+        choice = {"index": piece.index, **content, "finish_reason": piece.finish_reason}
+        choices = f"[{_joined(choice, 'logprobs', logprobs)}]"
+        return _joined({**self._head, **self._tail}, "choices", choices)
 
 
 def _head(answer: Answer, kind: str, backend: Backend) -> dict[str, Any]:
@@ -70,11 +78,25 @@ def _head(answer: Answer, kind: str, backend: Backend) -> dict[str, Any]:
     }
 
 
-def _choice(answer: Answer, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+def _content(answer: Answer, index: int, text: str) -> dict[str, Any]:
     if answer.note.kind == "text":
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": index, "text": text}
     message = {"role": "assistant", "content": text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    return {"index": index, "message": message}
+
+
+def _logprobs(note: Note, tokens: list[ShownToken], backend: Backend) -> str:
+    if note.logprobs is None:
+        return "null"
+    if note.kind == "text":
+        return _dump(text_logprobs(tokens, backend.tokenizer, num_top=note.logprobs))
+    entries = ",".join(_dump(chat_entry(token, backend.tokenizer)) for token in tokens)
+    return f'{{"content":[{entries}],"refusal":null}}'
+
+
+def _joined(document: dict[str, Any], name: str, value: str) -> str:
+    """A document as JSON, with one more field that is JSON already."""
+    return f'{_dump(document)[:-1]},"{name}":{value}}}'
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -15,7 +15,7 @@ Kind = Literal["chat", "text"]
 class Note:
     """How an answer is shown: its choices are `num_prompts` times `n`, those of a prompt in a row.
 
-    `owner` is the name of the key that asked.
+    `owner` is the name of the key that asked, `logprobs` how many likeliest tokens it wants to see.
     """
 
     kind: Kind
@@ -27,13 +27,17 @@ class Note:
     stops: tuple[str, ...]
     include_usage: bool
     store: bool
+    logprobs: int | None = None
 
     @property
     def num_choices(self) -> int:
         return self.num_prompts * self.n
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        if self.logprobs is None:  # most ask for none, and an older gateway knows of none
+            del fields["logprobs"]
+        return fields
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Note:
@@ -47,6 +51,8 @@ class Note:
         for name, kinds in (("n", int), ("num_prompts", int), ("owner", str)):
             if not isinstance(getattr(note, name), kinds):
                 raise StoreDamaged(f"the note of a completion has no {name}")
+        if not isinstance(note.logprobs, int | None):
+            raise StoreDamaged("the logprobs of a completion are no number")
         return note
 
 

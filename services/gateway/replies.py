@@ -10,7 +10,7 @@ import json
 from collections.abc import Coroutine
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.answer import Answer
@@ -18,6 +18,7 @@ from services.gateway.documents import Chunks, whole_document
 from services.gateway.errors import ApiError, api_error
 from services.gateway.gateway import Gateway
 from shared.errors import CellpipeError
+from shared.text.logprobs import ShownToken
 
 # A refusal of the cluster comes within this time, and still has its own status.
 OPENING_S = 1.0
@@ -78,14 +79,22 @@ class WholeReply(AnswerReply):
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._answer
         texts = [""] * len(answer.choices)
+        tokens: list[list[ShownToken]] = [[] for _ in answer.choices]
         while not answer.has_ended or answer.usage is None:
             pieces = await answer.next(WAIT_S)
             for piece in pieces:
                 texts[piece.index] += piece.text
+                tokens[piece.index] += piece.tokens
             if not pieces:
                 await self._gateway.check(is_running=True)
-        document = whole_document(answer, texts, self._gateway.backend)
-        await JSONResponse(document)(scope, receive, send)
+        backend = self._gateway.backend
+        if answer.note.logprobs is None:
+            document = whole_document(answer, texts, tokens, backend)
+        else:  # may take a second to write, in which others want their tokens
+            document = await self._gateway.text(
+                lambda: whole_document(answer, texts, tokens, backend)
+            )
+        await Response(document, media_type="application/json")(scope, receive, send)
 
 
 class StreamReply(AnswerReply):

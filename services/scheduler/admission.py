@@ -57,6 +57,11 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[s
             "including the answer"
         )
     sampling = request.sampling
+    for token_id, _ in sampling.logit_bias:
+        if token_id >= model.config.vocab_size:
+            raise RequestError(
+                f"logit_bias names token {token_id}; the model has 0..{model.config.vocab_size - 1}"
+            )
     if sampling.seed is None:
         sampling = replace(sampling, seed=draw_seed(request.request_id))
     return Plan(
@@ -102,9 +107,10 @@ def first_step(
         sample=True,
         max_position=plan.max_position,
         tensors={"token_ids": np.array(token_ids, dtype=np.int32)},
-        sampling=plan.sampling,
+        sampling=plan.sampling.of_steps(),
         stop_token_ids=plan.stop_token_ids,
         deadline_unix_ms=plan.deadline_unix_ms,
+        shaped=plan.sampling.shapes_logits,
     )
 
 
