@@ -265,7 +265,7 @@ def _read_messages(raw: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
 
 
 def _reply_fields(reply: Reply) -> dict[str, Any]:
-    return {
+    fields = {
         "kind": "reply.v1",
         "request_id": reply.request_id,
         "finish_reason": str(reply.finish_reason),
@@ -275,6 +275,9 @@ def _reply_fields(reply: Reply) -> dict[str, Any]:
         "error": reply.error,
         "num_cached_tokens": reply.num_cached_tokens,
     }
+    if reply.error_code:
+        fields |= {"error_code": reply.error_code, "error_param": reply.error_param}
+    return fields
 
 
 def _read_reply(raw: dict[str, Any]) -> Reply:
@@ -294,6 +297,8 @@ def _read_reply(raw: dict[str, Any]) -> Reply:
         num_prompt_tokens=take_int(raw, "num_prompt_tokens"),
         error=take_text(raw, "error", ""),
         num_cached_tokens=take_int(raw, "num_cached_tokens", 0),
+        error_code=take_text(raw, "error_code", ""),
+        error_param=take_text(raw, "error_param", ""),
     )
 
 

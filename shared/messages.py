@@ -108,27 +108,31 @@ class Request:
                 f"exactly one of prompt, messages, token_ids must be given, got {given or 'none'}"
             )
         if self.token_ids is not None and not self.token_ids:
-            raise RequestError("token_ids must not be empty")
+            raise RequestError("token_ids must not be empty", param="token_ids")
         if self.messages is not None and not self.messages:
-            raise RequestError("messages must not be empty")
+            raise RequestError("messages must not be empty", param="messages")
         if not 0 <= self.deadline_unix_ms <= MAX_UNIX_MS:
             raise RequestError(
-                f"deadline_unix_ms must be in 0..2**53-1, got {self.deadline_unix_ms}"
+                f"deadline_unix_ms must be in 0..2**53-1, got {self.deadline_unix_ms}",
+                param="deadline_unix_ms",
             )
         for name in ("messages", "token_ids"):
             items = getattr(self, name) or ()
             if len(items) > MAX_LIST_LEN:
-                raise RequestError(f"{name} must be at most {MAX_LIST_LEN}, got {len(items)}")
+                raise RequestError(
+                    f"{name} must be at most {MAX_LIST_LEN}, got {len(items)}", param=name
+                )
         for number, token_id in enumerate(self.token_ids or ()):
             if not 0 <= token_id <= MAX_TOKEN_ID:
                 raise RequestError(
-                    f"token_ids[{number}] must be in 0..2**31-1, got {token_id!r:.80}"
+                    f"token_ids[{number}] must be in 0..2**31-1, got {token_id!r:.80}",
+                    param="token_ids",
                 )
         _check_text("prompt", self.prompt or "")
         _check_text("model", self.model)
         for message in self.messages or ():
-            _check_text("a message", message.role)
-            _check_text("a message", message.content)
+            _check_text("messages", message.role)
+            _check_text("messages", message.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +217,8 @@ class Step:
 class Reply:
     """`reply.v1`: the final answer, sent to a request's `reply_to` queue.
 
-    The first `num_cached_tokens` of the prompt had been computed for others before.
+    The first `num_cached_tokens` of the prompt had been computed for others before. `error_code` is
+    an `ErrorCode`, or one of a later version; `error_param` the field of the request at fault.
     """
 
     request_id: str
@@ -223,6 +228,8 @@ class Reply:
     num_prompt_tokens: int
     error: str = ""
     num_cached_tokens: int = 0
+    error_code: str = ""
+    error_param: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +254,8 @@ def check_request_id(request_id: str) -> None:
     """Raise `RequestError` unless the id is 1-64 of [A-Za-z0-9_-], not starting with - or _."""
     if not REQUEST_ID_PATTERN.match(request_id):
         raise RequestError(
-            f"request_id must be 1-64 letters, digits, '-' or '_', got {request_id!r:.80}"
+            f"request_id must be 1-64 letters, digits, '-' or '_', got {request_id!r:.80}",
+            param="request_id",
         )
 
 
@@ -260,4 +268,5 @@ def _check_text(name: str, text: str) -> None:
             raise RequestError(
                 f"{name} is no valid Unicode: a lone surrogate at {error.start}",
                 remedy="give text in UTF-8",
+                param=name,
             ) from error

@@ -30,6 +30,7 @@ from typing import NoReturn
 from shared import codec
 from shared.broker.base import Broker, Outgoing
 from shared.errors import (
+    ErrorCode,
     Overloaded,
     PermanentError,
     PublishRefused,
@@ -100,6 +101,7 @@ class Producer:
             raise RequestError(
                 f"the request takes {len(body)} bytes, over the limit of {codec.MAX_FRAME_BYTES}",
                 remedy="send a shorter prompt",
+                code=ErrorCode.CONTEXT_LENGTH,
             )
         queue = BATCH_QUEUE if batch else REQUESTS_QUEUE
         hand_over(self._broker, Outgoing(queue, body, persistent=True), timeout_s)
@@ -283,6 +285,8 @@ def _reply_of(
         num_prompt_tokens=end.num_prompt_tokens,
         error=end.error,
         num_cached_tokens=end.num_cached,
+        error_code=end.error_code,
+        error_param=end.error_param,
     )
 
 

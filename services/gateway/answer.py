@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.gateway.choice import Choice
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, ended_error
 from services.gateway.event_ids import EventId, Shown
-from services.gateway.note import Note, request_ids
+from services.gateway.note import Kind, Note, request_ids
 from services.gateway.reader import Feed
 from shared.messages import FinishReason
 from shared.producer import DEADLINE_GRACE_MS
@@ -112,7 +112,7 @@ class Answer:
             had_ended = choice.finish_reason is not None
             if isinstance(event, FinalEvent):
                 text = choice.end(event)
-                self._failure = self._failure or _failure_of(choice, event)
+                self._failure = self._failure or _failure_of(self.note.kind, choice, event)
             else:
                 text = choice.take(event)
                 if choice.was_cut and not had_ended:
@@ -159,12 +159,15 @@ class Answer:
         return True
 
 
-def _failure_of(choice: Choice, event: FinalEvent) -> ApiError | None:
+def _failure_of(kind: Kind, choice: Choice, event: FinalEvent) -> ApiError | None:
     """What an end means that is none of a text."""
     if choice.was_cut:
         return None
     if event.finish_reason is FinishReason.ERROR:
-        return ApiError(500, event.error or "the request failed", code="generation_failed")
+        # What was submitted are token ids, whatever the client sent.
+        given = "messages" if kind == "chat" else "prompt"
+        param = given if event.error_param == "token_ids" else event.error_param
+        return ended_error(event.error_code, event.error, param)
     if choice.finish_reason is None:
         # Not 409, which OpenAI's clients take for an invitation to ask again.
         return ApiError(410, "the request was cancelled", code="cancelled")

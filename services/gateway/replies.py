@@ -121,7 +121,8 @@ class StreamReply(AnswerReply):
             # It cannot be raised: the status is sent.
             failure = error if isinstance(error, ApiError) else api_error(error)
             self._gateway.cancel(c.request_id for c in answer.choices if c.finish_reason is None)
-            await _send_body(send, f"data: {json.dumps(failure.body())}\n\n", more=False)
+            text = f"data: {json.dumps(failure.body())}\n\ndata: [DONE]\n\n"
+            await _send_body(send, text, more=False)
 
     def _is_complete(self) -> bool:
         answer = self._answer

@@ -135,7 +135,7 @@ class Redriver:
             assert held.running is not None
             end = policy.decide_end(held.running, around, self._limits.redrive)
             if isinstance(end, End):
-                self._ledger.finish(request_id, FinishReason.ERROR, end.reason)
+                self._ledger.finish(request_id, FinishReason.ERROR, end.reason, end.code)
         if self._kv_pages is None or not self._broker.connected():
             return {}
         damaged = {}
@@ -192,8 +192,8 @@ class Redriver:
         match policy.decide(running, around, typical_s, limits):
             case Wait():
                 pass
-            case End(reason=reason):
-                if self._ledger.finish(request_id, FinishReason.ERROR, reason):
+            case End(reason=reason, code=code):
+                if self._ledger.finish(request_id, FinishReason.ERROR, reason, code):
                     log.error("request_given_up", request_id=request_id, reason=reason)
             case Redrive(position=position):
                 self._redrive(request_id, held, position, around)
