@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.answer import Answer
-from services.gateway.documents import Chunks, whole_document
-from services.gateway.errors import ApiError, api_error
 from services.gateway.gateway import Gateway
+from shared.api.documents import Chunks, whole_document
+from shared.api.errors import ApiError, api_error
 from shared.errors import CellpipeError
 
 # A refusal of the cluster comes within this time, and still has its own status.
@@ -99,7 +99,7 @@ class StreamReply(AnswerReply):
         super().__init__(gateway, answer)
         self._keep_alive_s = keep_alive_s
         self._tail = tail
-        self._chunks = Chunks(answer, gateway.backend)
+        self._chunks = Chunks(answer, gateway.backend, include_usage=answer.note.include_usage)
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer, chunks = self._answer, self._chunks

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from services.gateway.fields import Peers
 from services.gateway.openapi import BODIES
-from services.gateway.schema import Message, StreamOptions, no_ops_of
+from shared.api.fields import Peers
+from shared.api.schema import Message, StreamOptions, no_ops_of
 
 BEGIN, END = "<!-- made by services/gateway/table.py -->", "<!-- end -->"
 _HEAD = (

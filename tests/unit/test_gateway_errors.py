@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from services.gateway.answer import Answer
-from services.gateway.errors import ANSWERS, STATUSES, ApiError, api_error, ended_error
 from services.gateway.note import Note
 from services.gateway.reader import EventReader
 from services.scheduler.limits import SchedulerLimits
+from shared.api.errors import ANSWERS, STATUSES, ApiError, api_error, ended_error
 from shared.errors import CellpipeError, ErrorCode, RequestError
 from shared.messages import FinishReason, Request, SamplingParams
 from tests.rig import Rig

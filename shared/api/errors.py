@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
-
-from starlette.responses import JSONResponse
 
 from shared.errors import (
     BrokerUnavailable,
@@ -103,14 +100,6 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
-
-    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
-        extra = dict(headers or {})
-        if self.retry_after_s is not None:
-            extra["retry-after"] = str(math.ceil(self.retry_after_s))
-        if self.status == 401:
-            extra["www-authenticate"] = "Bearer"
-        return JSONResponse(self.body(), status_code=self.status, headers=extra)
 
 
 def api_error(error: CellpipeError) -> ApiError:
