@@ -184,6 +184,8 @@ def _step_fields(step: Step) -> dict[str, Any]:
     if step.draft or step.accepted:
         # Another kind: whoever passed over these fields would take guesses for tokens.
         fields |= {"kind": "step.v2", "draft": step.draft, "accepted": step.accepted}
+    if step.is_batch:
+        fields["is_batch"] = True
     return fields
 
 
@@ -212,6 +214,7 @@ def _read_step(raw: dict[str, Any]) -> Step:
         route=_read_route(raw) if "route" in raw else (),
         draft=draft,
         accepted=accepted,
+        is_batch=take_bool(raw, "is_batch", False),
     )
 
 

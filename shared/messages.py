@@ -145,7 +145,7 @@ class Step:
     for position `position + T`; the prompt's last chunk and every decode step say so.
     `max_position` is the last position that a generated token may take. `deadline_unix_ms` 0 means
     none. `route[g]` is the worker that last computed group g of this request, "" or missing if none
-    is known; it is a hint.
+    is known; it is a hint. `is_batch` says that nobody waits for the answer: others go first.
 
     With speculation it is a `step.v2`. `draft` are guessed tokens, whose rows follow one of a known
     token; each row is sampled as long as the token after it is the drafted one. `accepted` are the
@@ -168,6 +168,7 @@ class Step:
     route: tuple[str, ...] = ()
     draft: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
+    is_batch: bool = False
     num_positions: int = field(init=False, repr=False, compare=False)  # T
 
     def __post_init__(self) -> None:

@@ -90,6 +90,7 @@ def first_step(
     epoch: int,
     position: int = 0,
     generated: Sequence[int] = (),
+    is_batch: bool = False,
 ) -> Step:
     """The one message that starts or revives a request: its tokens from `position` on, for group 0.
 
@@ -109,6 +110,7 @@ def first_step(
         sampling=plan.sampling,
         stop_token_ids=plan.stop_token_ids,
         deadline_unix_ms=plan.deadline_unix_ms,
+        is_batch=is_batch,
     )
 
 

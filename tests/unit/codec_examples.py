@@ -86,6 +86,7 @@ EXAMPLES: dict[str, Message] = {
     "step.v1.route": ROUTED_STEP,
     "step.v1.f16": F16_STEP,
     "step.v1.i8": I8_STEP,
+    "step.v1.batch": replace(TOKENS_STEP, is_batch=True),
     "step.v2": DRAFTED_STEP,
     "request.v1": REQUEST,
     "request.v1.prompt": Request("req-2", prompt="Hello"),
@@ -98,6 +99,9 @@ EXAMPLES: dict[str, Message] = {
     "reply.v1": REPLY,
     "reply.v1.cached": replace(REPLY, num_cached_tokens=16, num_prompt_tokens=20),
     "reply.v1.error": Reply("req-4", FinishReason.ERROR, "", (), 3, "deadline passed"),
+    "reply.v1.refused": Reply(
+        "req-7", FinishReason.ERROR, "", (), 0, "too hot", 0, "invalid_value", "temperature"
+    ),
 }
 
 
