@@ -59,7 +59,9 @@ class Pace:
         if not (self.decode_turn_s and self.row_s):
             return min(2 * MIN_ROWS, max_rows)
         turns = DECODE_TURNS * max(1.0, num_prompts / self._num_decoding)
-        rows = int(turns * self.decode_turn_s / self.row_s) // TILE_ROWS * TILE_ROWS
+        # A clock may say that rows take next to nothing, and infinity is no number of them.
+        rows = int(min(turns * self.decode_turn_s / self.row_s, 2.0 * max_rows))
+        rows = rows // TILE_ROWS * TILE_ROWS
         return min(max(rows, MIN_ROWS), max_rows)
 
     def batch_steps(self, pending: Iterable[Pending], *, now_s: float) -> int | None:

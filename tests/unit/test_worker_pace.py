@@ -113,6 +113,14 @@ def test_short_prompts_share_the_prefill_rows_in_their_order() -> None:
     assert [(piece.request_id, piece.num_rows) for piece in slices] == [("a", 10), ("b", 6)]
 
 
+def test_rows_that_take_no_time_are_as_many_as_the_budget_holds() -> None:
+    pace = Pace()
+    pace.note(turn_of(*decode_steps(1)), 1.0)
+    pace.note(turn_of(prompt()), 1e-311)
+
+    assert rows(pace, prompt(), *decode_steps(1)) == MAX_ROWS
+
+
 def test_batches_are_bounded_while_somebody_waits_and_for_a_while_after(pace: Pace) -> None:
     (step,) = decode_steps(1)
     of_batch = make_batch(8)
