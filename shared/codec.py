@@ -135,6 +135,8 @@ def _step_fields(step: Step) -> dict[str, Any]:
             "accepted": step.accepted,
             "shaped": step.shaped,
         }
+    if step.is_batch:
+        fields["is_batch"] = True
     return fields
 
 
@@ -163,6 +165,7 @@ def _read_step(raw: dict[str, Any]) -> Step:
         route=_read_route(raw) if "route" in raw else (),
         draft=draft,
         accepted=accepted,
+        is_batch=take_bool(raw, "is_batch", False),
         shaped=take_bool(raw, "shaped", False) if raw["kind"] == "step.v3" else False,
     )
 
@@ -227,6 +230,8 @@ def _reply_fields(reply: Reply) -> dict[str, Any]:
         "error": reply.error,
         "num_cached_tokens": reply.num_cached_tokens,
     }
+    if reply.error_code:
+        fields |= {"error_code": reply.error_code, "error_param": reply.error_param}
     if reply.logprobs is not None:
         fields["logprobs"] = [logprobs_fields(each) for each in reply.logprobs]
     return fields
@@ -249,6 +254,8 @@ def _read_reply(raw: dict[str, Any]) -> Reply:
         num_prompt_tokens=take_int(raw, "num_prompt_tokens"),
         error=take_text(raw, "error", ""),
         num_cached_tokens=take_int(raw, "num_cached_tokens", 0),
+        error_code=take_text(raw, "error_code", ""),
+        error_param=take_text(raw, "error_param", ""),
         logprobs=read_all_logprobs(raw, len(token_ids)),
     )
 

@@ -115,7 +115,9 @@ def take_tokens(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
         if type(value) is not int:
             raise _bad(f"{name}[{number}]", "an integer", value)
         if not 0 <= value <= MAX_TOKEN_ID:
-            raise RequestError(f"{name}[{number}] must be in 0..2**31-1, got {value!r:.80}")
+            raise RequestError(
+                f"{name}[{number}] must be in 0..2**31-1, got {value!r:.80}", param=name
+            )
     return values
 
 

@@ -23,6 +23,21 @@ Anything else that is raised is a bug. Imports nothing of cellpipe.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """Why a request ended with an error, for programs; the message beside it is for people."""
+
+    INVALID_VALUE = "invalid_value"  # it asks for what cannot be; names the field
+    CONTEXT_LENGTH = "context_length_exceeded"  # prompt and answer are longer than the model holds
+    MODEL_NOT_FOUND = "model_not_found"  # it names a model that is not served
+    KV_MEMORY = "kv_memory_exceeded"  # larger than the memory for KV rows ever is
+    NO_WORKERS = "no_workers"  # a layer group has had no worker for a while
+    DEADLINE = "timeout"  # its own time was over
+    LOST = "request_lost"  # the store has lost its record; asking again is right
+    FAILED = "generation_failed"  # it was computed, and that failed
+
 
 class CellpipeError(Exception):
     """Base of every error that cellpipe raises on purpose.
@@ -49,7 +64,22 @@ class DecodeError(PermanentError):
 
 
 class RequestError(PermanentError):
-    """A request that cannot be served as it was asked. Names the field and the value."""
+    """A request that cannot be served as it was asked. Names the field and the value.
+
+    `param` is the field of the request at fault, "" for none of them.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        remedy: str = "",
+        code: ErrorCode = ErrorCode.INVALID_VALUE,
+        param: str = "",
+    ) -> None:
+        super().__init__(message, remedy=remedy)
+        self.code = code
+        self.param = param
 
 
 class ModelError(PermanentError):

@@ -77,27 +77,31 @@ class Request:
                 f"exactly one of prompt, messages, token_ids must be given, got {given or 'none'}"
             )
         if self.token_ids is not None and not self.token_ids:
-            raise RequestError("token_ids must not be empty")
+            raise RequestError("token_ids must not be empty", param="token_ids")
         if self.messages is not None and not self.messages:
-            raise RequestError("messages must not be empty")
+            raise RequestError("messages must not be empty", param="messages")
         if not 0 <= self.deadline_unix_ms <= MAX_UNIX_MS:
             raise RequestError(
-                f"deadline_unix_ms must be in 0..2**53-1, got {self.deadline_unix_ms}"
+                f"deadline_unix_ms must be in 0..2**53-1, got {self.deadline_unix_ms}",
+                param="deadline_unix_ms",
             )
         for name in ("messages", "token_ids"):
             items = getattr(self, name) or ()
             if len(items) > MAX_LIST_LEN:
-                raise RequestError(f"{name} must be at most {MAX_LIST_LEN}, got {len(items)}")
+                raise RequestError(
+                    f"{name} must be at most {MAX_LIST_LEN}, got {len(items)}", param=name
+                )
         for number, token_id in enumerate(self.token_ids or ()):
             if not 0 <= token_id <= MAX_TOKEN_ID:
                 raise RequestError(
-                    f"token_ids[{number}] must be in 0..2**31-1, got {token_id!r:.80}"
+                    f"token_ids[{number}] must be in 0..2**31-1, got {token_id!r:.80}",
+                    param="token_ids",
                 )
         _check_text("prompt", self.prompt or "")
         _check_text("model", self.model)
         for message in self.messages or ():
-            _check_text("a message", message.role)
-            _check_text("a message", message.content)
+            _check_text("messages", message.role)
+            _check_text("messages", message.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class Step:
     for position `position + T`; the prompt's last chunk and every decode step say so.
     `max_position` is the last position that a generated token may take. `deadline_unix_ms` 0 means
     none. `route[g]` is the worker that last computed group g of this request, "" or missing if none
-    is known; it is a hint.
+    is known; it is a hint. `is_batch` says that nobody waits for the answer: others go first.
 
     With speculation it is a `step.v2`. `draft` are guessed tokens, whose rows follow one of a known
     token; each row is sampled as long as the token after it is the drafted one. `accepted` are the
@@ -138,6 +142,7 @@ class Step:
     route: tuple[str, ...] = ()
     draft: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
+    is_batch: bool = False
     shaped: bool = False
     num_positions: int = field(init=False, repr=False, compare=False)  # T
 
@@ -188,8 +193,10 @@ class Step:
 class Reply:
     """`reply.v1`: the final answer, sent to a request's `reply_to` queue.
 
-    The first `num_cached_tokens` of the prompt had been computed for others before. `logprobs` are
-    those of each token, None if they were not asked for or would not fit into a message.
+    The first `num_cached_tokens` of the prompt had been computed for others before. `error_code` is
+    an `ErrorCode`, or one of a later version; `error_param` the field of the request at fault.
+    `logprobs` are those of each token, None if they were not asked for or would not fit into a
+    message.
     """
 
     request_id: str
@@ -199,6 +206,8 @@ class Reply:
     num_prompt_tokens: int
     error: str = ""
     num_cached_tokens: int = 0
+    error_code: str = ""
+    error_param: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
@@ -225,7 +234,8 @@ def check_request_id(request_id: str) -> None:
     """Raise `RequestError` unless the id is 1-64 of [A-Za-z0-9_-], not starting with - or _."""
     if not REQUEST_ID_PATTERN.match(request_id):
         raise RequestError(
-            f"request_id must be 1-64 letters, digits, '-' or '_', got {request_id!r:.80}"
+            f"request_id must be 1-64 letters, digits, '-' or '_', got {request_id!r:.80}",
+            param="request_id",
         )
 
 
@@ -238,4 +248,5 @@ def _check_text(name: str, text: str) -> None:
             raise RequestError(
                 f"{name} is no valid Unicode: a lone surrogate at {error.start}",
                 remedy="give text in UTF-8",
+                param=name,
             ) from error

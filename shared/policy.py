@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from shared.errors import ErrorCode
+
 
 @dataclass(frozen=True, slots=True)
 class RedriveLimits:
@@ -144,9 +146,10 @@ class Redrive:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The request cannot go on; its requester hears `reason`."""
+    """The request cannot go on; its requester hears `reason`, and its program `code`."""
 
     reason: str
+    code: ErrorCode
 
 
 Decision = Wait | Redrive | End
@@ -172,14 +175,15 @@ def wants_count(
 def decide_end(running: Running, around: Surroundings, limits: RedriveLimits) -> Wait | End:
     """Whether a request must end whether it moves or not: overdue, or nobody serves a group."""
     if 0 < running.deadline_unix_ms <= around.now_unix_ms:
-        return End("the request's deadline has passed")
+        return End("the request's deadline has passed", ErrorCode.DEADLINE)
     group = around.uncovered_group
     if group is not None:
         since_s = max(around.uncovered_since_s, running.started_s)
         if around.now_s - since_s >= limits.uncovered_grace_s:
             return End(
                 f"layer group {group} of {around.num_groups} has no live worker; "
-                f"start one: cellpipe worker --group {group}"
+                f"start one: cellpipe worker --group {group}",
+                ErrorCode.NO_WORKERS,
             )
     return Wait()
 
@@ -194,7 +198,7 @@ def decide(
     if around.now_s - running.moved_s < patience_s(running, typical_s, limits):
         return Wait()
     if running.num_redrives >= limits.max_redrives:
-        return End(_no_progress(running))
+        return End(_no_progress(running), ErrorCode.FAILED)
     return Redrive(redrive_position(running.rows, running.committed_position))
 
 

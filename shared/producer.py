@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import NoReturn
 
 from shared import codec
 from shared.broker.base import Broker, Outgoing
 from shared.errors import (
+    ErrorCode,
     Overloaded,
     PermanentError,
     PublishRefused,
@@ -100,6 +101,7 @@ class Producer:
             raise RequestError(
                 f"the request takes {len(body)} bytes, over the limit of {codec.MAX_FRAME_BYTES}",
                 remedy="send a shorter prompt",
+                code=ErrorCode.CONTEXT_LENGTH,
             )
         queue = BATCH_QUEUE if batch else REQUESTS_QUEUE
         hand_over(self._broker, Outgoing(queue, body, persistent=True), timeout_s)
@@ -191,6 +193,10 @@ class Producer:
                 after = event.event_id
             if not events and left_s <= 0:
                 self._raise_unfinished(request_id, len(tokens))
+
+    def new_events(self, after: Mapping[str, str]) -> dict[str, list[Event]]:
+        """What has come of several requests after an event of each, without waiting for more."""
+        return self._ledger.events_of(after)
 
     def states(self, request_ids: Iterable[str]) -> dict[str, RequestState]:
         """How far those requests are that a scheduler has admitted, in one round trip."""
@@ -285,6 +291,8 @@ def _reply_of(
         num_prompt_tokens=end.num_prompt_tokens,
         error=end.error,
         num_cached_tokens=end.num_cached,
+        error_code=end.error_code,
+        error_param=end.error_param,
         logprobs=logprobs if logprobs and len(logprobs) == len(token_ids) else None,
     )
 

@@ -55,31 +55,38 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
-            raise RequestError(f"temperature must be in 0..100, got {self.temperature!r}")
+            raise RequestError(
+                f"temperature must be in 0..100, got {self.temperature!r}", param="temperature"
+            )
         if not 0 <= self.top_k <= 2**31 - 1:
-            raise RequestError(f"top_k must be 0 (off) or positive, got {self.top_k!r}")
+            raise RequestError(
+                f"top_k must be 0 (off) or positive, got {self.top_k!r}", param="top_k"
+            )
         if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
-            raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}")
+            raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}", param="top_p")
         if not 0.0 <= self.min_p <= 1.0:
-            raise RequestError(f"min_p must be in 0..1, got {self.min_p!r}")
+            raise RequestError(f"min_p must be in 0..1, got {self.min_p!r}", param="min_p")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise RequestError(f"seed must be in 0..2**64-1, got {self.seed!r}")
+            raise RequestError(f"seed must be in 0..2**64-1, got {self.seed!r}", param="seed")
         if not 1 <= self.max_tokens <= MAX_TOKENS_LIMIT:
             raise RequestError(
-                f"max_tokens must be in 1..{MAX_TOKENS_LIMIT}, got {self.max_tokens!r}"
+                f"max_tokens must be in 1..{MAX_TOKENS_LIMIT}, got {self.max_tokens!r}",
+                param="max_tokens",
             )
         for name in ("frequency_penalty", "presence_penalty"):
             penalty = getattr(self, name)
             if not -MAX_PENALTY <= penalty <= MAX_PENALTY:  # NaN is neither
-                raise RequestError(f"{name} must be in -2..2, got {penalty!r}")
+                raise RequestError(f"{name} must be in -2..2, got {penalty!r}", param=name)
         if not MIN_REPETITION <= self.repetition_penalty <= MAX_REPETITION:
             raise RequestError(
                 f"repetition_penalty must be in {MIN_REPETITION}..{MAX_REPETITION:g} (1 is off), "
-                f"got {self.repetition_penalty!r}"
+                f"got {self.repetition_penalty!r}",
+                param="repetition_penalty",
             )
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise RequestError(
-                f"logprobs must be in 0..{MAX_TOP_LOGPROBS} or null, got {self.logprobs!r}"
+                f"logprobs must be in 0..{MAX_TOP_LOGPROBS} or null, got {self.logprobs!r}",
+                param="logprobs",
             )
         if self.logit_bias:
             self._check_bias()
@@ -87,19 +94,22 @@ class SamplingParams:
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_BIASES:
             raise RequestError(
-                f"logit_bias must be at most {MAX_BIASES} tokens, got {len(self.logit_bias)}"
+                f"logit_bias must be at most {MAX_BIASES} tokens, got {len(self.logit_bias)}",
+                param="logit_bias",
             )
         for token_id, bias in self.logit_bias:
             if not 0 <= token_id <= MAX_BIAS_ID:
                 raise RequestError(
-                    f"logit_bias token id must be in 0..{MAX_BIAS_ID}, got {token_id!r}"
+                    f"logit_bias token id must be in 0..{MAX_BIAS_ID}, got {token_id!r}",
+                    param="logit_bias",
                 )
             if not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise RequestError(
-                    f"logit_bias of token {token_id} must be in -100..100, got {bias!r}"
+                    f"logit_bias of token {token_id} must be in -100..100, got {bias!r}",
+                    param="logit_bias",
                 )
         if len({token_id for token_id, _ in self.logit_bias}) != len(self.logit_bias):
-            raise RequestError("logit_bias names a token twice")
+            raise RequestError("logit_bias names a token twice", param="logit_bias")
 
     @property
     def shapes_logits(self) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 from services.chaos.reference import ReferenceModel
+from shared.api.model import ApiModel
 from shared.messages import SamplingParams
 from shared.model.backend import pick_backend
 from shared.model.layer_group import LayerGroup
+from shared.text.chat_template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 from shared.topology import Layout, Wire, even_layout
-from tests.gguf_files import tiny_tokens, tiny_vocabulary
+from tests.gguf_files import CHAT_TEMPLATE, tiny_tokens, tiny_vocabulary
 from tests.tiny_model import TinyModel, tiny_model
 
 # A token a step: what tests count. Speculation has tests of its own.
@@ -78,3 +80,15 @@ def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
 @cache
 def rig_tokenizer() -> Tokenizer:
     return Tokenizer.from_vocabulary(tiny_vocabulary())
+
+
+def rig_api_model() -> ApiModel:
+    """The tiny model as an API knows it."""
+    model = rig_model()
+    return ApiModel(
+        tokenizer=rig_tokenizer(),
+        chat_template=ChatTemplate(CHAT_TEMPLATE),
+        model_id=model.manifest.model_id,
+        vocab_size=model.config.vocab_size,
+        max_positions=model.config.max_position_embeddings,
+    )

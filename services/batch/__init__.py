@@ -1,7 +1,7 @@
 """Runs files of requests in OpenAI's batch format.
 
-bodies   bodies of OpenAI requests and responses
-lines    lines of the input file, and the request id of each
-output   the output file: one line a request, whatever is killed
-run      the turn: submit, look, write
+lines        lines of the input file: the requests of each, or why there are none
+line_answer  the answer of one line, from events to its output line
+output       the output file: one line a request, whatever is killed
+run          the turn: submit, look, write
 """

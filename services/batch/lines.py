@@ -9,14 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.batch.bodies import URLS, BodyError, request_of
-from shared.errors import ConfigError
+from pydantic_core import from_json
+
+from shared.api.ask import Ask, num_choices, read_ask
+from shared.api.errors import ApiError, api_error
+from shared.api.model import ApiModel
+from shared.api.schema import ChatCompletion, Generation, TextCompletion, check_body
+from shared.errors import CellpipeError, ConfigError
 from shared.messages import Request
 
+KINDS: dict[str, type[Generation]] = {
+    "/v1/chat/completions": ChatCompletion,
+    "/v1/completions": TextCompletion,
+}
 MAX_CUSTOM_ID_CHARS = 512
 _DIGEST_CHARS = 40
 _PREFIX = "batch-"
@@ -52,13 +61,23 @@ def key_of(request_id: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that was read: the request it asks for, or why it cannot be served."""
+    """A line that was read: the answers it asks for, each a request, or why it cannot be served."""
 
     entry: Entry
-    url: str
-    request: Request | None
-    error: str = ""
-    param: str | None = None
+    ask: Ask | None = None
+    stops: tuple[str, ...] = ()
+    requests: tuple[Request, ...] = ()
+    error: ApiError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What lines are read for. A body may call the model by `own_name` too; `chat_tokens` is for a
+    chat that names no limit, None for what the model holds."""
+
+    model: ApiModel
+    own_name: str = ""
+    chat_tokens: int | None = None
 
 
 class BatchInput:
@@ -91,41 +110,62 @@ class BatchInput:
                         remedy="each needs one of its own: it names the line of the answer",
                     )
 
-    def read(self, entry: Entry, *, chat_max_tokens: int, own_name: str = "") -> Line:
-        """What a line asks for. A body may call the served model by `own_name` too."""
+    def read(self, entry: Entry, reading: Reading) -> Line:
+        """What a line asks for."""
         with self._path.open("rb") as file:
             file.seek(entry.offset)
             text = file.read(entry.num_bytes)
-        line = read_line(entry, text, chat_max_tokens=chat_max_tokens)
-        if own_name and line.request is not None and line.request.model == own_name:
-            line = replace(line, request=replace(line.request, model=""))
-        return line
+        return read_line(entry, text, reading)
 
 
-def read_line(entry: Entry, text: bytes, *, chat_max_tokens: int) -> Line:
+def read_line(entry: Entry, text: bytes, reading: Reading) -> Line:
     """Whatever is wrong with the line is told in it."""
     try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return Line(entry, "", None, f"line {entry.number} is not JSON: {error}")
-    if not isinstance(raw, dict):
-        return Line(entry, "", None, f"line {entry.number} is no JSON object")
-    if entry.custom_id is None:
-        return Line(entry, "", None, f"line {entry.number} has no custom_id", "custom_id")
-    url, body = raw.get("url"), raw.get("body")
-    if url not in URLS:
-        return Line(entry, "", None, f"url must be one of {', '.join(URLS)}", "url")
-    if raw.get("method") != "POST":
-        return Line(entry, url, None, "method must be POST", "method")
-    if not isinstance(body, dict):
-        return Line(entry, url, None, "body must be an object", "body")
+        return _read(entry, text, reading)
+    except ApiError as error:
+        return Line(entry, error=error)
+    except CellpipeError as error:
+        return Line(entry, error=api_error(error))
+
+
+def _read(entry: Entry, text: bytes, reading: Reading) -> Line:
     try:
-        request = request_of(
-            url, body, request_id=entry.request_id, chat_max_tokens=chat_max_tokens
+        raw = from_json(text, allow_inf_nan=False)  # as a gateway reads a body
+    except ValueError as error:
+        raise ApiError(400, f"line {entry.number} is not JSON in UTF-8: {error!s:.200}") from None
+    if not isinstance(raw, dict):
+        raise ApiError(400, f"line {entry.number} is no JSON object")
+    if entry.custom_id is None:
+        raise ApiError(400, f"line {entry.number} has no custom_id", param="custom_id")
+    url, body = raw.get("url"), raw.get("body")
+    if not isinstance(url, str) or url not in KINDS:
+        raise ApiError(400, f"url must be one of {', '.join(KINDS)}", param="url")
+    if raw.get("method") != "POST":
+        raise ApiError(400, "method must be POST", param="method")
+    if not isinstance(body, dict):
+        raise ApiError(400, "body must be an object", param="body")
+    if reading.own_name and body.get("model") == reading.own_name:
+        body = {**body, "model": ""}
+    return _line_of(entry, check_body(body, KINDS[url]), reading)
+
+
+def _line_of(entry: Entry, body: Generation, reading: Reading) -> Line:
+    if body.stream:
+        raise ApiError(
+            400, "stream is not for a batch", param="stream", code="unsupported_parameter"
         )
-    except BodyError as error:
-        return Line(entry, url, None, str(error), error.param)
-    return Line(entry, url, request)
+    num_choices(body)
+    ask = read_ask(body, reading.model, chat_tokens=reading.chat_tokens)
+    requests = tuple(
+        Request(
+            request_id=entry.request_id if number == 0 else f"{entry.request_id}-c{number}",
+            token_ids=ask.prompts[number // ask.n],
+            model=reading.model.model_id,
+            sampling=sampling,
+        )
+        for number, sampling in enumerate(ask.samplings)
+    )
+    return Line(entry, ask, body.stop, requests)
 
 
 def _entries(lines: Any, seed: bytes, attempt: int) -> Iterator[Entry]:

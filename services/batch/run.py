@@ -10,19 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 
-from services.batch.bodies import error_body, response_body, response_logprobs, was_refused
+from services.batch.line_answer import LineAnswer, Part, error_line
 from services.batch.lines import Entry, Line
 from services.batch.output import BatchOutput
+from shared.api.errors import ApiError, api_error
+from shared.api.model import ApiModel
 from shared.backoff import Backoff
 from shared.errors import Overloaded, PermanentError, RequestError, TransientError
-from shared.messages import FinishReason, Reply, Request
+from shared.messages import Request
 from shared.producer import Producer
-from shared.store.ledger_types import RequestState
-from shared.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
@@ -49,24 +48,6 @@ class Progress:
     num_tokens: int = 0
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A request whose line is not written. `seen`: the ledger has known it. `num_tokens` are what
-    it generated since `first_position`, where it stood when this run first looked."""
-
-    line: Line
-    was_known: bool
-    seen: bool
-    first_position: int | None = None
-    num_tokens: int = 0
-
-    def look(self, state: RequestState) -> None:
-        self.seen = True
-        if self.first_position is None:
-            self.first_position = state.committed_position
-        self.num_tokens = state.committed_position - self.first_position
-
-
 @dataclass
 class BatchRun:
     """`turn` until `is_done`. `read` gives the line of an entry, `check` raises a `TransientError`
@@ -77,13 +58,12 @@ class BatchRun:
     entries: Iterable[Entry]
     read: Callable[[Entry], Line]
     check: Callable[[], None]
-    model_id: str
-    tokenizer: Tokenizer
+    model: ApiModel
     limits: BatchLimits = BatchLimits()
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     _todo: deque[Entry] = field(init=False)
-    _pending: dict[str, _Pending] = field(init=False, default_factory=dict)
+    _pending: list[LineAnswer] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         entries = list(self.entries)
@@ -100,7 +80,7 @@ class BatchRun:
         return not self._todo and not self._pending
 
     def progress(self) -> Progress:
-        running = sum(pending.num_tokens for pending in self._pending.values())
+        running = sum(answer.num_tokens for answer in self._pending)
         return Progress(
             self._num_requests,
             len(self.output.done),
@@ -133,25 +113,36 @@ class BatchRun:
 
     def _submit(self) -> bool:
         """Whether anything was taken from the file."""
-        room = self.limits.concurrency - len(self._pending)
+        room = self.limits.concurrency - sum(len(answer.parts) for answer in self._pending)
         if not self._todo or room <= 0 or self.clock() < self._submit_at_s:
             return False
-        next_up = [self._todo[index] for index in range(min(room, len(self._todo)))]
-        known = self.producer.states(entry.request_id for entry in next_up)
-        for entry in next_up:
+        lines: list[Line] = []
+        for entry in self._todo:
             line = self.read(entry)
-            is_known = entry.request_id in known
+            room -= len(line.requests)
+            # One of many requests waits until it fits, or is alone.
+            if room < 0 and (lines or self._pending):
+                break
+            lines.append(line)
+            if room <= 0 or len(lines) == self.limits.concurrency:
+                break
+        ids = [request.request_id for line in lines for request in line.requests]
+        known = frozenset(self.producer.states(ids))
+        for line in lines:
             try:
-                if line.request is None:
-                    raise RequestError(line.error)
-                if not is_known and not self._hand_over(line.request):
+                if line.error is not None:
+                    raise line.error
+                requests = [r for r in line.requests if r.request_id not in known]
+                if not all(map(self._hand_over, requests)):
                     break
-            except RequestError as error:  # what it asks for, or its size
-                self.output.write(_refusal_line(line, str(error)))
+            except RequestError as error:  # its size
+                self.output.write(error_line(line, api_error(error)))
+            except ApiError as error:  # what it asks for
+                self.output.write(error_line(line, error))
             else:
-                self._pending[entry.request_id] = _Pending(line, is_known, is_known)
+                self._pending.append(LineAnswer(line, self.model, known))
             self._todo.popleft()
-        return True
+        return bool(lines)
 
     def _hand_over(self, request: Request) -> bool:
         """False when the cluster takes no more for now. Raises `RequestError` for its size."""
@@ -167,78 +158,54 @@ class BatchRun:
         """How many have ended since the last look."""
         if not self._pending:
             return 0
-        states = self.producer.states(self._pending)
-        ended = []
-        for request_id, pending in self._pending.items():
+        parts = {p.request.request_id: p for answer in self._pending for p in answer.parts}
+        states = self.producer.states(parts)
+        for request_id, part in parts.items():
             state = states.get(request_id)
             if state is not None:
-                pending.look(state)
-                if state.finish_reason is not None:
-                    ended.append(request_id)
-            elif pending.seen and pending.line.request is not None:
+                part.look(state)
+            elif part.seen:
                 # The store has lost it, or forgotten its end: it is asked for anew.
-                pending.seen = not self._hand_over(pending.line.request)
-        for request_id in ended:
-            self._write(request_id, self._pending[request_id])
+                part.forget()
+                part.seen = not self._hand_over(part.request)
+        self._cut([part for part in parts.values() if part.seen and part.has_stops])
+        ended = [answer for answer in self._pending if answer.has_ended]
+        for answer in ended:
+            self._write(answer)
         return len(ended)
 
-    def _write(self, request_id: str, pending: _Pending) -> None:
-        line = pending.line
+    def _cut(self, parts: list[Part]) -> None:
+        """End requests whose text a stop string has ended."""
+        running = {p.request.request_id: p for p in parts if not p.has_ended}
+        after = {i: part.after for i, part in running.items() if not part.choice.was_cut}
+        for request_id, events in self.producer.new_events(after).items():
+            running[request_id].take(events)
+        for request_id, part in running.items():
+            if part.choice.was_cut and part.choice.final is None:
+                self.producer.cancel(request_id, is_submitted=True)
+
+    def _write(self, answer: LineAnswer) -> None:
         try:
-            reply = self.producer.result(request_id, timeout_s=0)
-            answer = _answer_line(line, reply, self.model_id, self.tokenizer)
+            for part in answer.parts:
+                self._read_rest(part)
         except PermanentError as error:
-            self.output.write(_line(line, error=("store_damaged", str(error))))
+            failure = ApiError(500, str(error), code="store_damaged")
+            self.output.write(error_line(answer.line, failure))
         else:
-            self.output.write(answer)
-            num_tokens = pending.num_tokens if pending.was_known else len(reply.token_ids)
-            self._ended_tokens += num_tokens
-        del self._pending[request_id]
+            self.output.write(answer.output_line())
+        self._ended_tokens += answer.num_new_tokens
+        self._pending.remove(answer)
+
+    def _read_rest(self, part: Part) -> None:
+        """The events of a request that has ended, to the last."""
+        request_id = part.request.request_id
+        while part.choice.final is None:
+            events = self.producer.new_events({request_id: part.after}).get(request_id, [])
+            part.take(events)
+            if not events:
+                return
 
     def _check_when_due(self) -> None:
         if self.clock() - self._checked_at_s >= CHECK_EVERY_S:
             self.check()
             self._checked_at_s = self.clock()
-
-
-def _answer_line(line: Line, reply: Reply, model_id: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    if was_refused(reply):
-        return _refusal_line(line, reply.error)
-    if reply.finish_reason is FinishReason.ERROR:
-        return _line(line, error=("request_failed", reply.error))
-    if reply.finish_reason is FinishReason.ABORT:
-        return _line(line, error=("cancelled", "the request was cancelled"))
-    num_top = line.request.sampling.logprobs if line.request else None
-    body = response_body(
-        line.url,
-        reply,
-        model_id=model_id,
-        created_unix_s=int(time.time()),
-        logprobs=None
-        if num_top is None
-        else response_logprobs(line.url, reply, num_top, tokenizer),
-    )
-    return _line(line, status_code=200, body=body)
-
-
-def _refusal_line(line: Line, message: str) -> dict[str, Any]:
-    if line.entry.custom_id is None:
-        return _line(line, error=("invalid_line", message))
-    return _line(line, status_code=400, body=error_body(message, param=line.param))
-
-
-def _line(
-    line: Line,
-    *,
-    status_code: int = 0,
-    body: dict[str, Any] | None = None,
-    error: tuple[str, str] | None = None,
-) -> dict[str, Any]:
-    request_id = line.entry.request_id
-    response = {"status_code": status_code, "request_id": request_id, "body": body}
-    return {
-        "id": request_id,
-        "custom_id": line.entry.custom_id,
-        "response": None if error else response,
-        "error": {"code": error[0], "message": error[1]} if error else None,
-    }

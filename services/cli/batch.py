@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 from shared.messages import MAX_TOKENS_LIMIT
 
 if TYPE_CHECKING:
-    from services.batch.lines import BatchInput
+    from services.batch.lines import BatchInput, Reading
     from services.batch.output import BatchOutput
     from services.cli.session import Session
 
@@ -43,15 +43,16 @@ def batch(
         int, typer.Option(help="Requests under way at once.", min=1, max=10_000)
     ] = 32,
     max_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--max-tokens",
             "-n",
             min=1,
             max=MAX_TOKENS_LIMIT,
-            help="Longest answer to a chat that names no limit, in tokens.",
+            help="Longest answer to a chat that names no limit, in tokens; else all that the "
+            "model holds, as by HTTP.",
         ),
-    ] = 512,
+    ] = None,
     attempt: Annotated[
         int,
         typer.Option(
@@ -65,8 +66,8 @@ def batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    Chats and completions of text; a line that asks for what is not served (stop, n, tools,
-    logprobs, response_format) has a 400.
+    A body means the same as by HTTP; a line that asks for what is not served has a 400 that names
+    the field.
 
     They are served when nobody else waits. Ctrl-C, a crash and kill -9 lose nothing: the same
     command goes on where it was, and every custom_id gets one line. Exit code 1 when a line tells
@@ -74,7 +75,7 @@ def batch(
 
     Example: cellpipe batch requests.jsonl -o answers.jsonl
     """
-    from services.batch.lines import BatchInput
+    from services.batch.lines import BatchInput, Reading
     from services.batch.output import BatchOutput
     from services.cli.session import open_session
 
@@ -94,8 +95,11 @@ def batch(
                 lines,
                 answers,
                 concurrency=concurrency,
-                chat_max_tokens=max_tokens,
-                own_name=DEFAULT_MODEL if model == DEFAULT_MODEL else "",
+                reading=Reading(
+                    session.model,
+                    own_name=DEFAULT_MODEL if model == DEFAULT_MODEL else "",
+                    chat_tokens=max_tokens,
+                ),
             )
     if num_failed:
         raise typer.Exit(EXIT_FAILED)
@@ -123,8 +127,7 @@ def _run(
     answers: BatchOutput,
     *,
     concurrency: int,
-    chat_max_tokens: int,
-    own_name: str,
+    reading: Reading,
 ) -> int:
     """How many lines tell of an error."""
     from services.batch.run import BatchLimits, BatchRun
@@ -133,10 +136,9 @@ def _run(
         producer=session.producer,
         output=answers,
         entries=lines.entries,
-        read=lambda entry: lines.read(entry, chat_max_tokens=chat_max_tokens, own_name=own_name),
+        read=lambda entry: lines.read(entry, reading),
         check=session.check,
-        model_id=session.model_id,
-        tokenizer=session.tokenizer,
+        model=session.model,
         limits=BatchLimits(concurrency=concurrency),
     )
     num_before = len(answers.done)

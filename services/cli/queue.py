@@ -171,6 +171,8 @@ def _reply_dict(reply: Reply) -> dict[str, object]:
         "num_prompt_tokens": reply.num_prompt_tokens,
         "num_cached_tokens": reply.num_cached_tokens,
         "error": reply.error,
+        "error_code": reply.error_code,
+        "error_param": reply.error_param,
     }
 
 

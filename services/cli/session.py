@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from services.cli.progress import StageBar
 from services.cli.settings import DEFAULT_MODEL, with_cluster_urls
+from shared.api.model import ApiModel
 from shared.broker.base import Broker
 from shared.config import Config
 from shared.errors import ConfigError, TransientError
@@ -33,9 +34,16 @@ class Session:
     """A producer and the model it speaks to. `check` raises if the pipeline has died."""
 
     producer: Producer
-    tokenizer: Tokenizer
-    model_id: str
+    model: ApiModel
     check: Callable[[], None]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.model.tokenizer
+
+    @property
+    def model_id(self) -> str:
+        return self.model.model_id
 
 
 @contextmanager
@@ -84,7 +92,14 @@ def _embedded_session(
         num_threads=num_threads,
         prefix_cache=prefix_cache,
     ) as engine:
-        yield Session(engine.producer, engine.tokenizer, engine.model_id, engine.check)
+        model_of_api = ApiModel(
+            tokenizer=engine.tokenizer,
+            chat_template=engine.chat_template,
+            model_id=engine.model_id,
+            vocab_size=engine.config.vocab_size,
+            max_positions=engine.config.max_position_embeddings,
+        )
+        yield Session(engine.producer, model_of_api, engine.check)
 
 
 @contextmanager
@@ -126,7 +141,14 @@ def _cluster_session(config: Config, model: str) -> Iterator[Session]:
         broker.declare(control_queues())
         producer = Producer(broker, Ledger(stores.meta), tokenizer=served.tokenizer)
         watch = _SchedulerWatch(Presence(stores.meta))
-        yield Session(producer, served.tokenizer, served.layout.model_id, watch.check)
+        model_of_api = ApiModel(
+            tokenizer=served.tokenizer,
+            chat_template=served.chat_template,
+            model_id=served.layout.model_id,
+            vocab_size=served.config.vocab_size,
+            max_positions=served.config.max_position_embeddings,
+        )
+        yield Session(producer, model_of_api, watch.check)
 
 
 class _SchedulerWatch:

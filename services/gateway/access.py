@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.gateway.errors import ApiError
+from shared.api.errors import ApiError
 from shared.errors import ConfigError
 
 MIN_KEY_CHARS = 16

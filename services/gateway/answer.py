@@ -4,43 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from services.gateway.choice import Choice
-from services.gateway.errors import ApiError
 from services.gateway.event_ids import EventId, Shown
 from services.gateway.note import Note, request_ids
 from services.gateway.reader import Feed
-from shared.messages import FinishReason
+from shared.api.ask import Kind
+from shared.api.choice import Choice, Piece, Usage, failure_of, usage_of
+from shared.api.errors import ApiError
 from shared.producer import DEADLINE_GRACE_MS
 from shared.store.ledger_types import FinalEvent
-from shared.text.logprobs import ShownToken
 from shared.text.tokenizer import Tokenizer
-
-
-@dataclass(slots=True)
-class Piece:
-    """Text of one choice up to its `num_tokens`th token, and its end if that was reached.
-
-    `tokens` are those that begin in the text, if log probabilities were asked for.
-    `event_id` says how far a reader is who has seen it and all before it.
-    """
-
-    index: int
-    num_tokens: int = 0
-    text: str = ""
-    finish_reason: str | None = None
-    event_id: str = ""
-    tokens: list[ShownToken] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of each prompt once, whatever `n`; those of it that were cached; those generated."""
-
-    num_prompt: int
-    num_cached: int
-    num_generated: int
 
 
 class Answer:
@@ -73,6 +46,18 @@ class Answer:
         self._failure: ApiError | None = None
 
     @property
+    def kind(self) -> Kind:
+        return self.note.kind
+
+    @property
+    def created_unix_s(self) -> int:
+        return self.note.created_unix_s
+
+    @property
+    def logprobs(self) -> int | None:
+        return self.note.logprobs
+
+    @property
     def has_failed(self) -> bool:
         """What `next` raises now."""
         return self._failure is not None
@@ -87,15 +72,7 @@ class Answer:
     @property
     def usage(self) -> Usage | None:
         """None while a request runs, perhaps one that was cut."""
-        finals = [choice.final for choice in self.choices if choice.final is not None]
-        if len(finals) < len(self.choices):
-            return None
-        firsts = finals[:: self.note.n]
-        return Usage(
-            num_prompt=sum(final.num_prompt_tokens for final in firsts),
-            num_cached=sum(final.num_cached for final in firsts),
-            num_generated=sum(choice.num_tokens for choice in self.choices),
-        )
+        return usage_of(self.choices, self.note.n)
 
     async def next(self, timeout_s: float) -> list[Piece]:
         """Pieces that are new, one a choice at most; [] if nothing comes within `timeout_s`.
@@ -115,7 +92,7 @@ class Answer:
             had_ended = choice.finish_reason is not None
             if isinstance(event, FinalEvent):
                 text = choice.end(event)
-                self._failure = self._failure or _failure_of(choice, event)
+                self._failure = self._failure or failure_of(self.note.kind, choice, event)
             else:
                 text = choice.take(event)
                 if choice.was_cut and not had_ended:
@@ -161,17 +138,3 @@ class Answer:
         self.shown[piece.index] = Shown(piece.num_tokens, has_ended)
         piece.event_id = self.event_id()
         return True
-
-
-def _failure_of(choice: Choice, event: FinalEvent) -> ApiError | None:
-    """What an end means that is none of a text."""
-    if choice.was_cut:
-        return None
-    if event.finish_reason is FinishReason.ERROR:
-        return ApiError(500, event.error or "the request failed", code="generation_failed")
-    if choice.finish_reason is None:
-        # Not 409, which OpenAI's clients take for an invitation to ask again.
-        return ApiError(410, "the request was cancelled", code="cancelled")
-    if choice.num_tokens != event.num_generated:
-        return ApiError(500, "tokens of the answer were lost", code="tokens_lost")
-    return None

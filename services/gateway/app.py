@@ -18,14 +18,15 @@ from starlette.routing import Route
 
 from services.gateway.access import Keys
 from services.gateway.answer import Answer
-from services.gateway.ask import check_model, messages_token_ids
-from services.gateway.errors import ApiError, api_error
+from services.gateway.error_response import error_response
 from services.gateway.event_ids import COMPLETION_ID, EventId, read_event_id
 from services.gateway.front import Front
 from services.gateway.gateway import Gateway
 from services.gateway.openapi import openapi_document
 from services.gateway.replies import StreamReply, WholeReply
-from services.gateway.schema import (
+from shared.api.ask import check_model, messages_token_ids
+from shared.api.errors import ApiError, api_error
+from shared.api.schema import (
     BodyType,
     ChatCompletion,
     Detokenize,
@@ -209,17 +210,17 @@ async def _api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     # What is left of a body that was not read would be taken for the next request.
     headers = {"connection": "close"} if error.status in (408, 413, 415) else None
-    return error.response(headers)
+    return error_response(error, headers)
 
 
 async def _our_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, CellpipeError)
-    return api_error(error).response()
+    return error_response(api_error(error))
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return ApiError(error.status_code, str(error.detail)).response(error.headers)
+    return error_response(ApiError(error.status_code, str(error.detail)), error.headers)
 
 
 async def _hung_up(_: Request, __: Exception) -> Response:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from services.gateway.errors import ApiError
+from shared.api.errors import ApiError
 
 COMPLETION_ID = re.compile(r"(?:chatcmpl|cmpl)-[0-9a-f]{24}\Z")
 _EVENT_ID = re.compile(

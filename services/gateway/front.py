@@ -14,7 +14,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.access import Keys
-from services.gateway.errors import ApiError
+from services.gateway.error_response import error_response
+from shared.api.errors import ApiError
 
 log = structlog.get_logger()
 
@@ -54,13 +55,13 @@ class Front:
             scope.setdefault("state", {})["owner"] = owner
             await self._app(scope, receive, send_named)
         except ApiError as refusal:
-            await refusal.response({"connection": "close"})(scope, receive, send_named)
+            await error_response(refusal, {"connection": "close"})(scope, receive, send_named)
         except Exception:
             log.exception("request_failed", request_id=request_id)
             if status:
                 raise  # the server then cuts the connection
             failure = ApiError(500, "the service failed", code="internal_error")
-            await failure.response()(scope, receive, send_named)
+            await error_response(failure)(scope, receive, send_named)
         finally:
             log.info(
                 "http_done",

@@ -17,13 +17,13 @@ import structlog
 
 from services.gateway.access import Limits
 from services.gateway.answer import Answer
-from services.gateway.ask import Ask, num_choices, num_logprobs, read_ask
 from services.gateway.backend import Backend
-from services.gateway.errors import ApiError
 from services.gateway.event_ids import EventId, Shown
 from services.gateway.note import Note, request_ids
 from services.gateway.reader import EventReader
-from services.gateway.schema import ChatCompletion, Generation
+from shared.api.ask import Ask, num_choices, num_logprobs, read_ask
+from shared.api.errors import ApiError
+from shared.api.schema import ChatCompletion, Generation
 from shared.backoff import Backoff
 from shared.errors import CellpipeError, RequestError
 from shared.messages import Request

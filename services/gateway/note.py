@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
+from shared.api.ask import Kind
 from shared.errors import StoreDamaged
-
-Kind = Literal["chat", "text"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.schema import Body, ChatCompletion, Detokenize, TextCompletion, Tokenize
+from shared.api.schema import Body, ChatCompletion, Detokenize, TextCompletion, Tokenize
 
 BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatCompletion,

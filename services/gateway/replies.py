@@ -14,11 +14,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.answer import Answer
-from services.gateway.documents import Chunks, whole_document
-from services.gateway.errors import ApiError, api_error
 from services.gateway.gateway import Gateway
+from shared.api.choice import Piece
+from shared.api.documents import Chunks, whole_document
+from shared.api.errors import ApiError, api_error
 from shared.errors import CellpipeError
-from shared.text.logprobs import ShownToken
 
 # A refusal of the cluster comes within this time, and still has its own status.
 OPENING_S = 1.0
@@ -78,22 +78,20 @@ class WholeReply(AnswerReply):
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._answer
-        texts = [""] * len(answer.choices)
-        tokens: list[list[ShownToken]] = [[] for _ in answer.choices]
+        whole = [Piece(choice.index) for choice in answer.choices]
         while not answer.has_ended or answer.usage is None:
             pieces = await answer.next(WAIT_S)
             for piece in pieces:
-                texts[piece.index] += piece.text
-                tokens[piece.index] += piece.tokens
+                mine = whole[piece.index]
+                mine.text += piece.text
+                mine.tokens += piece.tokens
             if not pieces:
                 await self._gateway.check(is_running=True)
         backend = self._gateway.backend
         if answer.note.logprobs is None:
-            document = whole_document(answer, texts, tokens, backend)
+            document = whole_document(answer, whole, backend)
         else:  # may take a second to write, in which others want their tokens
-            document = await self._gateway.text(
-                lambda: whole_document(answer, texts, tokens, backend)
-            )
+            document = await self._gateway.text(lambda: whole_document(answer, whole, backend))
         await Response(document, media_type="application/json")(scope, receive, send)
 
 
@@ -108,7 +106,7 @@ class StreamReply(AnswerReply):
         super().__init__(gateway, answer)
         self._keep_alive_s = keep_alive_s
         self._tail = tail
-        self._chunks = Chunks(answer, gateway.backend)
+        self._chunks = Chunks(answer, gateway.backend, include_usage=answer.note.include_usage)
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer, chunks = self._answer, self._chunks
@@ -130,7 +128,8 @@ class StreamReply(AnswerReply):
             # It cannot be raised: the status is sent.
             failure = error if isinstance(error, ApiError) else api_error(error)
             self._gateway.cancel(c.request_id for c in answer.choices if c.finish_reason is None)
-            await _send_body(send, f"data: {json.dumps(failure.body())}\n\n", more=False)
+            text = f"data: {json.dumps(failure.body())}\n\ndata: [DONE]\n\n"
+            await _send_body(send, text, more=False)
 
     def _is_complete(self) -> bool:
         answer = self._answer

@@ -9,11 +9,20 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from services.gateway.fields import Peers
 from services.gateway.openapi import BODIES
-from services.gateway.schema import Message, StreamOptions, no_ops_of
+from shared.api.fields import Peers
+from shared.api.schema import Message, StreamOptions, no_ops_of
 
 BEGIN, END = "<!-- made by services/gateway/table.py -->", "<!-- end -->"
+# Where each column was read. llama-server and vLLM pass over what they do not know.
+SOURCES = {
+    "OpenAI": "its client for Python, whose parameters a test compares",
+    "llama-server": "ggml-org/llama.cpp, `tools/server`: `server-schema.cpp` at 23b5dbd4fb32, "
+    "`server-common.cpp` at aa6192d38def, `README.md` at 25d5b0c53f9a",
+    "vLLM": "vllm-project/vllm, `vllm/entrypoints`: `openai/chat_completion/protocol.py` and "
+    "`openai/completion/protocol.py` at d5dba2d7b0ab, `openai/engine/protocol.py` at d7e52523a55c, "
+    "`serve/tokenize/protocol.py` at 343bacafc7bf",
+}
 _HEAD = (
     "| field | type | cellpipe | OpenAI | llama-server | vLLM | |",
     "|---|---|---|---|---|---|---|",
@@ -21,8 +30,12 @@ _HEAD = (
 
 
 def tables() -> str:
-    """One table for each kind of body, as Markdown."""
-    parts = []
+    """One table for each kind of body, as Markdown.
+
+    Raises `ValueError` for a field without `Peers`.
+    """
+    sources = "\n".join(f"- {name}: {source}." for name, source in SOURCES.items())
+    parts = [f"Read in:\n{sources}"]
     for path, body in BODIES.items():
         parts.append(f"### POST {path}\n\n{_table(body)}")
     parts.append(f"### A message of `messages`\n\n{_table(Message)}")
@@ -48,7 +61,9 @@ def _table(body: Any) -> str:
 
 
 def _row(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
-    peers = next((m for m in field.metadata if isinstance(m, Peers)), Peers(True, True, True))
+    peers = next((m for m in field.metadata if isinstance(m, Peers)), None)
+    if peers is None:
+        raise ValueError(f"{name} does not say what other servers do with it")
     no_ops = no_ops_of(field)
     if no_ops is None:
         kind, ours, note = _kind(schema), "yes", peers.note

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shared.errors import RequestError
+from shared.errors import ErrorCode, RequestError
 from shared.messages import Request, SamplingParams, Step
 from shared.model.config import ModelConfig
 from shared.text.chat_template import ChatTemplate
@@ -48,19 +48,25 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[s
         raise RequestError(
             f"model {request.model!r} is not served here",
             remedy=f"the model that is loaded is {model.layout.model_id}",
+            code=ErrorCode.MODEL_NOT_FOUND,
+            param="model",
         )
     token_ids = _prompt_tokens(request, model)
     limit = model.config.max_position_embeddings
     if len(token_ids) >= limit:
         raise RequestError(
             f"the prompt has {len(token_ids)} tokens, and the model holds {limit} positions "
-            "including the answer"
+            "including the answer",
+            code=ErrorCode.CONTEXT_LENGTH,
+            param=_input_of(request),
         )
     sampling = request.sampling
     for token_id, _ in sampling.logit_bias:
         if token_id >= model.config.vocab_size:
             raise RequestError(
-                f"logit_bias names token {token_id}; the model has 0..{model.config.vocab_size - 1}"
+                f"logit_bias names token {token_id}; "
+                f"the model has 0..{model.config.vocab_size - 1}",
+                param="logit_bias",
             )
     if sampling.seed is None:
         sampling = replace(sampling, seed=draw_seed(request.request_id))
@@ -91,6 +97,7 @@ def first_step(
     epoch: int,
     position: int = 0,
     generated: Sequence[int] = (),
+    is_batch: bool = False,
 ) -> Step:
     """The one message that starts or revives a request: its tokens from `position` on, for group 0.
 
@@ -110,6 +117,7 @@ def first_step(
         sampling=plan.sampling.of_steps(),
         stop_token_ids=plan.stop_token_ids,
         deadline_unix_ms=plan.deadline_unix_ms,
+        is_batch=is_batch,
         shaped=plan.sampling.shapes_logits,
     )
 
@@ -135,6 +143,8 @@ def check_kv_bytes(plan: Plan, config: ModelConfig, max_bytes: int | None) -> No
             f"the request may need {needed} bytes of KV memory for {plan.max_position} positions, "
             f"and the scheduler's budget is {max_bytes} bytes",
             remedy="ask for fewer max_tokens, or raise it: cellpipe scheduler --kv-budget",
+            code=ErrorCode.KV_MEMORY,
+            param="max_tokens",
         )
 
 
@@ -146,11 +156,20 @@ def check_workers_bytes(plan: Plan, config: ModelConfig, max_bytes: int | None) 
             f"the request may need {needed} bytes of KV memory for {plan.max_position} positions, "
             f"and the workers have room for {max_bytes} bytes of one request",
             remedy="ask for fewer max_tokens, or give workers more: cellpipe worker --memory",
+            code=ErrorCode.KV_MEMORY,
+            param="max_tokens",
         )
 
 
 def _names_model(asked: str, model_id: str) -> bool:
     return asked in (model_id, model_id.split("@")[0])
+
+
+def _input_of(request: Request) -> str:
+    """The field that holds what a request begins with."""
+    if request.token_ids is not None:
+        return "token_ids"
+    return "prompt" if request.messages is None else "messages"
 
 
 def _prompt_tokens(request: Request, model: ServedModel) -> tuple[int, ...]:
@@ -166,5 +185,5 @@ def _prompt_tokens(request: Request, model: ServedModel) -> tuple[int, ...]:
         assert request.prompt is not None, "a Request holds exactly one of its three inputs"
         token_ids = text_token_ids(request.prompt, model.tokenizer, max_positions=limit)
     if not token_ids:
-        raise RequestError("the prompt has no tokens")
+        raise RequestError("the prompt has no tokens", param=_input_of(request))
     return token_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.scheduler.admission import Plan
+from shared.errors import ErrorCode
 from shared.messages import FinishReason, SamplingParams
 from shared.store.ledger_types import LedgerRecord
 from shared.topology import Layout
@@ -36,7 +37,13 @@ def plan_of(record: LedgerRecord) -> Plan:
 
 
 def refusal_of(
-    request_id: str, layout: Layout, error: str, *, created_unix_ms: int
+    request_id: str,
+    layout: Layout,
+    error: str,
+    *,
+    code: ErrorCode,
+    param: str = "",
+    created_unix_ms: int,
 ) -> LedgerRecord:
     """The record of a request that was never admitted, and why."""
     return LedgerRecord(
@@ -49,4 +56,6 @@ def refusal_of(
         created_unix_ms=created_unix_ms,
         finish_reason=FinishReason.ERROR,
         error=error,
+        error_code=code,
+        error_param=param,
     )

@@ -104,7 +104,7 @@ class Redriver:
         position = held.num_cached = self._prefixes.attach(record)
         if position != record.num_cached:
             self._ledger.note_cached(request_id, position)
-        self._send(record, epoch, position, worker_id="")
+        self._send(record, held, epoch, position)
         rows = (position,) * self._layout.num_groups
         held.running = replace(
             running,
@@ -138,7 +138,7 @@ class Redriver:
             assert held.running is not None
             end = policy.decide_end(held.running, around, self._limits.redrive)
             if isinstance(end, End):
-                self._ledger.finish(request_id, FinishReason.ERROR, end.reason)
+                self._ledger.finish(request_id, FinishReason.ERROR, end.reason, end.code)
         if self._kv_pages is None or not self._broker.connected():
             return {}
         damaged = {}
@@ -195,8 +195,8 @@ class Redriver:
         match policy.decide(running, around, typical_s, limits):
             case Wait():
                 pass
-            case End(reason=reason):
-                if self._ledger.finish(request_id, FinishReason.ERROR, reason):
+            case End(reason=reason, code=code):
+                if self._ledger.finish(request_id, FinishReason.ERROR, reason, code):
                     log.error("request_given_up", request_id=request_id, reason=reason)
             case Redrive(position=position):
                 self._redrive(request_id, held, position, around)
@@ -211,7 +211,7 @@ class Redriver:
         if self._kv_pages is not None:
             self._kv_pages.keep_shared(request_id, position)
         held.sent_to = self._other_worker(held.sent_to, now_s=around.now_s)
-        self._send(self._record(request_id), epoch, position, worker_id=held.sent_to)
+        self._send(self._record(request_id), held, epoch, position, worker_id=held.sent_to)
         held.running = running.redriven(
             epoch=epoch, now_s=around.now_s, jitter=self._rng.uniform(0.75, 1.0)
         )
@@ -259,7 +259,9 @@ class Redriver:
             raise StoreDamaged(f"the store has lost the record of request {request_id}")
         return record
 
-    def _send(self, record: LedgerRecord, epoch: int, position: int, *, worker_id: str) -> None:
+    def _send(
+        self, record: LedgerRecord, held: Held, epoch: int, position: int, *, worker_id: str = ""
+    ) -> None:
         """One step to group 0 with all tokens from `position` on; its last row is sampled."""
         request_id = record.request_id
         generated = self._ledger.tokens(request_id) if record.num_generated else []
@@ -269,7 +271,12 @@ class Redriver:
                 f"request {request_id}"
             )
         step = first_step(
-            plan_of(record), self._layout, epoch=epoch, position=position, generated=generated
+            plan_of(record),
+            self._layout,
+            epoch=epoch,
+            position=position,
+            generated=generated,
+            is_batch=held.is_batch,
         )
         layout = self._layout
         queue, instead = group_queue(layout.model_id, layout.layout_id, 0), ""

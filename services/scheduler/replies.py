@@ -46,15 +46,17 @@ def answer_to(delivery: Delivery, message: Reply | Token, *, persistent: bool) -
     )
 
 
-def refusal_reply(delivery: Delivery, request_id: str, error: str) -> Reply:
+def refusal_reply(delivery: Delivery, refusal: LedgerRecord) -> Reply:
     """The reply to a message that could not be read, which may name its request or not."""
     return Reply(
-        request_id=request_id or delivery.correlation_id[:64],
+        request_id=refusal.request_id or delivery.correlation_id[:64],
         finish_reason=FinishReason.ERROR,
         text="",
         token_ids=(),
         num_prompt_tokens=0,
-        error=error,
+        error=refusal.error,
+        error_code=refusal.error_code,
+        error_param=refusal.error_param,
     )
 
 
@@ -78,6 +80,8 @@ def reply_of(
         num_prompt_tokens=record.num_prompt_tokens,
         error=record.error,
         num_cached_tokens=record.num_cached,
+        error_code=record.error_code,
+        error_param=record.error_param,
         logprobs=logprobs,
     )
 

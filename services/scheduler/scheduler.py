@@ -40,6 +40,7 @@ from shared.backoff import Backoff
 from shared.broker.base import Broker, Delivery
 from shared.errors import (
     CellpipeError,
+    ErrorCode,
     PermanentError,
     PublishRefused,
     RequestError,
@@ -195,7 +196,7 @@ class Scheduler:
             if not isinstance(request, Request):
                 raise RequestError(f"a {type(request).__name__} has no business in this queue")
         except PermanentError as error:
-            self._refuse_unreadable(delivery, str(error))
+            self._refuse_unreadable(delivery, error)
             return
         try:
             self._take_in(request, delivery)
@@ -222,13 +223,14 @@ class Scheduler:
             self._bury(request.request_id, str(error))
             self._hold(request.request_id, delivery)
 
-    def _refuse_unreadable(self, delivery: Delivery, error: str) -> None:
+    def _refuse_unreadable(self, delivery: Delivery, error: PermanentError) -> None:
         request_id = codec.request_id_of(delivery.body, delivery.content_type)
-        log.warning("request_refused", request_id=request_id, reason=error)
+        log.warning("request_refused", request_id=request_id, reason=str(error))
+        refusal = self._refusal(request_id, error)
         if request_id:  # whoever waits for its events hears why, unless it is known by a better one
-            self._ledger.refuse(self._refusal(request_id, error))
+            self._ledger.refuse(refusal)
         try:
-            reply = refusal_reply(delivery, request_id, error)
+            reply = refusal_reply(delivery, refusal)
             send_reply(self._broker, delivery, reply, timeout_s=self._limits.confirm_timeout_s)
         except PublishRefused as refused:
             log.warning("reply_given_up", queue=delivery.reply_to, reason=str(refused))
@@ -239,7 +241,7 @@ class Scheduler:
             plan = plan_request(request, self._model, draw_seed=self._draw_seed)
             self._check_fits(plan)
         except RequestError as error:
-            self._ledger.refuse(self._refusal(request.request_id, _with_remedy(error)))
+            self._ledger.refuse(self._refusal(request.request_id, error))
             log.warning("request_refused", request_id=request.request_id, reason=str(error))
             self._hold(request.request_id, delivery)
             return
@@ -263,7 +265,8 @@ class Scheduler:
         model_id = self._model.layout.model_id
         if record.finish_reason is None and record.model_id != model_id:
             error = f"model {record.model_id} is not served any more; {model_id} is"
-            self._ledger.finish(record.request_id, FinishReason.ERROR, error)
+            code = ErrorCode.MODEL_NOT_FOUND
+            self._ledger.finish(record.request_id, FinishReason.ERROR, error, code)
             record = replace(record, finish_reason=FinishReason.ERROR, error=error)
         held = self._hold(record.request_id, delivery, record)
         if held.running is not None and not held.running.has_moved:
@@ -279,7 +282,8 @@ class Scheduler:
         try:
             self._check_fits(plan_of(record))
         except RequestError as error:
-            self._ledger.finish(record.request_id, FinishReason.ERROR, _with_remedy(error))
+            told = _with_remedy(error)
+            self._ledger.finish(record.request_id, FinishReason.ERROR, told, error.code)
 
     def _check_fits(self, plan: Plan) -> None:
         """Raise `RequestError` for what neither the budget nor any worker could ever hold."""
@@ -394,14 +398,30 @@ class Scheduler:
         Its message would start it again, but not from where its readers are.
         """
         error = f"{reason}; send it again under a new id"
-        self._ledger.bury(self._refusal(request_id, error))
+        self._ledger.bury(
+            refusal_of(
+                request_id,
+                self._model.layout,
+                error,
+                code=ErrorCode.LOST,
+                created_unix_ms=_unix_ms(),
+            )
+        )
         self._answers.delete_rows(request_id, self._model.config.max_position_embeddings)
         self._prefixes.forget(request_id)
         log.error("request_buried", request_id=request_id, reason=reason)
 
-    def _refusal(self, request_id: str, error: str) -> LedgerRecord:
-        layout = self._model.layout
-        return refusal_of(request_id, layout, error, created_unix_ms=_unix_ms())
+    def _refusal(self, request_id: str, error: PermanentError) -> LedgerRecord:
+        """The end of a request that is not admitted."""
+        by_name = error if isinstance(error, RequestError) else RequestError(str(error))
+        return refusal_of(
+            request_id,
+            self._model.layout,
+            _with_remedy(error),
+            code=by_name.code,
+            param=by_name.param,
+            created_unix_ms=_unix_ms(),
+        )
 
 
 def _with_remedy(error: CellpipeError) -> str:

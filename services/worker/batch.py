@@ -3,8 +3,9 @@
 A turn runs one layer group over one batch. Decode steps go first, since someone waits for each;
 prefill slices fill what is left of the row budget (`pace.py` says how much of it is theirs), so a
 long prompt never blocks the others. A draft is cut where the budget ends, and left out where a step
-may have killed a worker. What is computed of a request in one turn goes on as one message, which
-has a limit of its own.
+may have killed a worker. Where somebody waits, few steps of batches run beside, so that a turn is
+short, and always one that waits longest, so that none starves. What is computed of a request in one
+turn goes on as one message, which has a limit of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shared.messages import Step
 
 # Of a step beside its hidden states: 1,024 names of workers on its route, stop tokens, ids.
 MAX_HEADER_BYTES = 256 << 10
+BATCH_PREFILL_ROWS = 16  # of a prompt of a batch while somebody waits
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +135,7 @@ def plan_batch(
     max_slice_rows: int | None = None,
     max_prefill_rows: int | None = None,
     max_positions: Mapping[int, int] | None = None,
+    max_batch_steps: int | None = None,
     group_order: Sequence[int] = (),
     suspects_first: bool = True,
 ) -> list[Slice]:
@@ -141,6 +144,10 @@ def plan_batch(
 
     Of those at most `max_prefill_rows` are of prompts, or half as many again where a slice would
     leave a rest that is not worth a turn.
+
+    At most `max_batch_steps` of them are of batches, those that wait longest; the first of these
+    has its turn before all others, and its first row, so that a step of a batch waits for as many
+    turns as there are of them before it, divided by that number. None is no bound.
 
     The positions that its sequences hold by its end are at most `max_positions` of the group, or
     those of the first alone. None is no bound.
@@ -163,16 +170,18 @@ def plan_batch(
         candidates = [min(suspects, key=lambda item: item.retry_at_s)]
     elif suspects:
         candidates = [item for item in candidates if not item.is_suspect]
-    # sorted is stable: arrival order holds within decode steps and within prefill.
-    candidates.sort(key=lambda item: item.is_prefill)
+    candidates = _in_order(candidates, max_batch_steps)
     slices: list[Slice] = []
     rows_left = max_rows
     prefill_left = max_rows if max_prefill_rows is None else max_prefill_rows
     room = math.inf if max_positions is None else max_positions[group]
     for item in candidates[:max_sequences]:
         if item.is_prefill:
-            whole = item.remaining <= prefill_left + prefill_left // 2
-            num_rows = min(item.remaining if whole else prefill_left, rows_left)
+            bound = prefill_left
+            if item.step.is_batch and max_batch_steps is not None:
+                bound = min(bound, BATCH_PREFILL_ROWS)
+            whole = item.remaining <= bound + bound // 2
+            num_rows = min(item.remaining if whole else bound, rows_left)
             prefill_left = max(0, prefill_left - num_rows)
         elif item.step.draft and item.is_suspect:
             num_rows = min(1, rows_left)
@@ -187,6 +196,20 @@ def plan_batch(
         room -= piece.end_position
         rows_left -= num_rows
     return slices
+
+
+def _in_order(candidates: Sequence[Pending], max_batch_steps: int | None) -> list[Pending]:
+    """Decode steps before prefill; where those of batches are bounded, one of them and then others.
+
+    sorted is stable: arrival order holds within each kind.
+    """
+    if max_batch_steps is None:
+        return sorted(candidates, key=lambda item: item.is_prefill)
+    of_batches = [item for item in candidates if item.step.is_batch][:max_batch_steps]
+    others = [item for item in candidates if not item.step.is_batch]
+    rest = sorted(others, key=lambda item: item.is_prefill)
+    rest += sorted(of_batches[1:], key=lambda item: item.is_prefill)
+    return of_batches[:1] + rest
 
 
 def _first_of_each_request(items: Iterable[Pending]) -> Iterable[Pending]:

@@ -10,7 +10,7 @@ import structlog
 from services.worker.batch import Pending
 from services.worker.inbox import Inbox
 from services.worker.suspects import Drop, Go, Poison, Suspects, Wait
-from shared.errors import StoreDamaged
+from shared.errors import ErrorCode, StoreDamaged
 from shared.messages import FinishReason
 from shared.store.ledger_base import RequestLedger
 
@@ -60,13 +60,14 @@ class Endings:
         reason: str,
         *,
         dead: bool = False,
+        code: ErrorCode = ErrorCode.FAILED,
         num_attempts: int = 1,
         workers: tuple[str, ...] = (),
     ) -> None:
         """End the request with a named error; `dead` keeps its message for inspection."""
         step = item.step
         try:
-            ended_now = self._ledger.finish(step.request_id, FinishReason.ERROR, reason)
+            ended_now = self._ledger.finish(step.request_id, FinishReason.ERROR, reason, code)
         except StoreDamaged:  # its record is not one any more; the scheduler buries it
             ended_now = False
         log.log(

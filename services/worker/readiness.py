@@ -15,7 +15,7 @@ from services.worker.inbox import Inbox
 from services.worker.limits import WorkerLimits
 from services.worker.sequences import SequencePool
 from services.worker.suspects import Suspects
-from shared.errors import KernelError, KvMissing, StoreDamaged
+from shared.errors import ErrorCode, KernelError, KvMissing, StoreDamaged
 from shared.messages import Step
 
 
@@ -53,7 +53,8 @@ class Readiness:
                 self._inbox.ack(item)
                 continue
             if 0 < item.step.deadline_unix_ms <= now_unix_ms:
-                self._endings.fail(item, "the request's deadline has passed")
+                reason = "the request's deadline has passed"
+                self._endings.fail(item, reason, code=ErrorCode.DEADLINE)
                 continue
             try:
                 self._pool.top_up(
@@ -72,13 +73,14 @@ class Readiness:
                     continue
                 waited_s = item.park(now_s=now_s, retry_s=self._limits.park_retry_s)
                 if waited_s > self._limits.park_limit_s and self._embedded:
-                    self._endings.fail(item, str(error))
+                    self._endings.fail(item, str(error), code=ErrorCode.LOST)
                 elif waited_s > self._limits.park_limit_s:
                     self._suspects.outlived(item)
                     self._inbox.ack(item)  # the scheduler sends again what the rows came from
                 continue
             except (KernelError, StoreDamaged) as error:
-                self._endings.fail(item, f"KV rows in the store are damaged: {error}", dead=True)
+                reason = f"KV rows in the store are damaged: {error}"
+                self._endings.fail(item, reason, dead=True, code=ErrorCode.LOST)
                 continue
             item.parked_since_s = None
             if self._endings.may_compute(item):

@@ -267,6 +267,7 @@ class Worker:
             max_prefill_rows=self._pace.prefill_rows(self._inbox, now_s=now_s, max_rows=max_rows),
             max_sequences=self._limits.max_batch_sequences,
             max_positions=self._max_positions,
+            max_batch_steps=self._pace.batch_steps(self._inbox, now_s=now_s),
             group_order=self._group_order,
             suspects_first=self._suspects_first,
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shared.errors import DecodeError, StoreDamaged
+from shared.errors import DecodeError, ErrorCode, StoreDamaged
 from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason
 from shared.store import keys
@@ -91,6 +91,8 @@ class Ledger:
                         record.finish_reason or FinishReason.ERROR,
                         record.error[:MAX_ERROR_CHARS],
                         self._finished_ttl_ms,
+                        record.error_code,
+                        record.error_param,
                         *flat_fields(record),
                     ),
                 )
@@ -107,7 +109,12 @@ class Ledger:
             Call(
                 load_script("ledger_bury"),
                 (keys.ledger(record.request_id), keys.events(record.request_id)),
-                (record.error[:MAX_ERROR_CHARS], self._finished_ttl_ms, *flat_fields(record)),
+                (
+                    record.error[:MAX_ERROR_CHARS],
+                    self._finished_ttl_ms,
+                    record.error_code,
+                    *flat_fields(record),
+                ),
             )
         )
 
@@ -164,14 +171,19 @@ class Ledger:
             reply if isinstance(reply, StoreDamaged) else _commit_result(reply) for reply in replies
         ]
 
-    def finish(self, request_id: str, reason: FinishReason, error: str = "") -> bool:
-        """End a request that still runs. False when it has ended before, or is not known."""
+    def finish(
+        self, request_id: str, reason: FinishReason, error: str = "", code: str = ""
+    ) -> bool:
+        """End a request that still runs, with an `ErrorCode` beside an error.
+
+        False when it has ended before, or is not known.
+        """
         return bool(
             self._meta.run(
                 Call(
                     load_script("ledger_finish"),
                     (keys.ledger(request_id), keys.events(request_id)),
-                    (str(reason), error[:MAX_ERROR_CHARS], self._finished_ttl_ms),
+                    (str(reason), error[:MAX_ERROR_CHARS], self._finished_ttl_ms, code),
                 )
             )
         )
@@ -304,4 +316,4 @@ def _events(entries: Sequence[Any]) -> list[Event]:
 
 
 def _damage(error: str) -> FinalEvent:
-    return FinalEvent(START, FinishReason.ERROR, error, 0, 0)
+    return FinalEvent(START, FinishReason.ERROR, error, 0, 0, error_code=ErrorCode.LOST)

@@ -29,6 +29,7 @@ class Entry:
     first: int
     finish_reason: FinishReason | None
     error: str
+    error_code: str
     num_cached: int
     expires_at_s: float
     final: FinalEvent | None = None
@@ -45,6 +46,7 @@ class Entry:
             first=record.num_prompt_tokens - 1,
             finish_reason=record.finish_reason,
             error=record.error[:MAX_ERROR_CHARS],
+            error_code=record.error_code,
             num_cached=record.num_cached,
             expires_at_s=expires_at_s,
         )
@@ -66,6 +68,7 @@ class Entry:
             committed_position=self.committed,
             finish_reason=self.finish_reason,
             error=self.error,
+            error_code=self.error_code,
             num_cached=self.num_cached,
         )
 

@@ -47,6 +47,8 @@ def flat_fields(record: LedgerRecord) -> list[Argument]:
         "finish_reason": record.finish_reason or "",
         "error": record.error[:MAX_ERROR_CHARS],
         "num_cached": record.num_cached,
+        "error_code": record.error_code,
+        "error_param": record.error_param,
     }
     return [part for field in fields.items() for part in field]
 
@@ -83,6 +85,8 @@ def read_event(entry: Sequence[Any]) -> Event:
             int(fields["num_prompt"]),
             int(fields["num_generated"]),
             int(fields.get("num_cached", b"0")),
+            _text(fields.get("code", b"")),
+            _text(fields.get("param", b"")),
         )
     except (KeyError, ValueError) as error:
         raise DecodeError(f"event {event_id} of a request cannot be read: {error}") from error
@@ -106,6 +110,8 @@ def read_record(request_id: str, fields: Mapping[str, bytes]) -> LedgerRecord:
             finish_reason=read_reason(fields["finish_reason"]),
             error=_text(fields["error"]),
             num_cached=int(fields.get("num_cached", b"0")),
+            error_code=_text(fields.get("error_code", b"")),
+            error_param=_text(fields.get("error_param", b"")),
         )
     except (KeyError, ValueError, TypeError, CellpipeError) as error:
         raise DecodeError(f"the ledger of request {request_id} cannot be read: {error}") from error

@@ -18,6 +18,8 @@ class LedgerRecord:
     that is known, P-1 until the first is generated (-1 stands for that in a new record).
     `finish_reason` None means that it still runs. The rows of the first `num_cached` positions were
     there when it started: it shares them with other requests. `deadline_unix_ms` 0 means none.
+    `error` is for people; `error_code`, an `ErrorCode`, and `error_param`, the field of the request
+    at fault, are for programs.
     """
 
     request_id: str
@@ -34,6 +36,8 @@ class LedgerRecord:
     finish_reason: FinishReason | None = None
     error: str = ""
     num_cached: int = 0
+    error_code: str = ""
+    error_param: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -126,7 +130,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinalEvent:
-    """The end of a request, its last event. `num_cached` as in `LedgerRecord`."""
+    """The end of a request, its last event. `num_cached` and the error as in `LedgerRecord`."""
 
     event_id: str
     finish_reason: FinishReason
@@ -134,6 +138,8 @@ class FinalEvent:
     num_prompt_tokens: int
     num_generated: int
     num_cached: int = 0
+    error_code: str = ""
+    error_param: str = ""
 
 
 Event = TokenEvent | FinalEvent

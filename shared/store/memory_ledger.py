@@ -139,13 +139,15 @@ class MemoryLedger:
             for c in commits
         ]
 
-    def finish(self, request_id: str, reason: FinishReason, error: str = "") -> bool:
+    def finish(
+        self, request_id: str, reason: FinishReason, error: str = "", code: str = ""
+    ) -> bool:
         with self._lock:
             entry = self._entry(request_id)
             if entry is None or entry.finish_reason is not None:
                 return False
-            entry.error = error[:MAX_ERROR_CHARS]
-            self._end(entry, reason, entry.error)
+            entry.error, entry.error_code = error[:MAX_ERROR_CHARS], code
+            self._end(entry, reason)
             self._wake(request_id)
             return True
 
@@ -229,19 +231,28 @@ class MemoryLedger:
         entry = self._add(record, self._finished_ttl_s)
         entry.final_id = event_id
         reason = record.finish_reason or FinishReason.ERROR
-        entry.final = FinalEvent(event_text(event_id), reason, entry.error, 0, 0)
+        entry.final = FinalEvent(
+            event_text(event_id),
+            reason,
+            entry.error,
+            0,
+            0,
+            error_code=record.error_code,
+            error_param=record.error_param,
+        )
         self._wake(record.request_id)
 
-    def _end(self, entry: Entry, reason: FinishReason, error: str = "") -> None:
+    def _end(self, entry: Entry, reason: FinishReason) -> None:
         entry.finish_reason = reason
         entry.final_id = (entry.committed, 1)
         entry.final = FinalEvent(
             event_text(entry.final_id),
             reason,
-            error,
+            entry.error,
             entry.num_prompt,
             len(entry.generated),
             entry.num_cached,
+            entry.error_code,
         )
         entry.expires_at_s = self._clock() + self._finished_ttl_s
 

@@ -20,7 +20,7 @@ from jinja2 import nodes
 from jinja2.filters import do_format
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shared.errors import ModelError, RequestError
+from shared.errors import ErrorCode, ModelError, RequestError
 from shared.messages import ChatMessage
 
 MAX_TEMPLATE_CHARS = 1 << 16
@@ -179,18 +179,22 @@ class ChatTemplate:
                 num_chars += len(piece)
                 if num_chars > MAX_PROMPT_CHARS:
                     raise RequestError(
-                        f"the messages make a prompt of more than {MAX_PROMPT_CHARS} characters"
+                        f"the messages make a prompt of more than {MAX_PROMPT_CHARS} characters",
+                        code=ErrorCode.CONTEXT_LENGTH,
+                        param="messages",
                     )
                 pieces.append(piece)
         except _Refused as error:
             raise RequestError(
-                f"the model's chat template refuses the messages: {error}"
+                f"the model's chat template refuses the messages: {error}", param="messages"
             ) from error
         except RequestError:
             raise
         # A template is foreign code: whatever it raises is its failure, not ours.
         except Exception as error:
-            raise RequestError(f"the model's chat template failed: {error!s:.200}") from error
+            raise RequestError(
+                f"the model's chat template failed: {error!s:.200}", param="messages"
+            ) from error
         return "".join(pieces)
 
 

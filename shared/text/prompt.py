@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.errors import RequestError
+from shared.errors import ErrorCode, RequestError
 from shared.messages import ChatMessage
 from shared.text.chat_template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
@@ -26,9 +26,10 @@ def chat_token_ids(
         raise RequestError(
             "messages were given, but the model has no chat template",
             remedy="send a prompt instead",
+            param="messages",
         )
     text = chat_template.render(messages, add_generation_prompt=True)
-    _check_length(text, tokenizer, max_positions)
+    _check_length(text, tokenizer, max_positions, param="messages")
     return tuple(tokenizer.encode(text, parse_special=True))
 
 
@@ -37,7 +38,7 @@ def text_token_ids(text: str, tokenizer: Tokenizer, *, max_positions: int) -> tu
 
     Raises `RequestError` for one that is too long for `max_positions` whatever its tokens are.
     """
-    _check_length(text, tokenizer, max_positions)
+    _check_length(text, tokenizer, max_positions, param="prompt")
     return tuple(tokenizer.encode(text, parse_special=False))
 
 
@@ -45,10 +46,12 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     """Raise `RequestError` for an id that the model does not have."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            raise RequestError(f"token_ids must be in 0..{vocab_size - 1}, got {token_id}")
+            raise RequestError(
+                f"token_ids must be in 0..{vocab_size - 1}, got {token_id}", param="token_ids"
+            )
 
 
-def _check_length(text: str, tokenizer: Tokenizer, max_positions: int) -> None:
+def _check_length(text: str, tokenizer: Tokenizer, max_positions: int, *, param: str) -> None:
     """Refuse what is too long whatever its tokens are, before the seconds that tokenising takes.
 
     Nobody else is served in that time: 5 MB took 14 s.
@@ -57,5 +60,7 @@ def _check_length(text: str, tokenizer: Tokenizer, max_positions: int) -> None:
     if at_least >= max_positions:
         raise RequestError(
             f"the prompt has {len(text)} characters, at least {at_least} tokens, and the model "
-            f"holds {max_positions} positions including the answer"
+            f"holds {max_positions} positions including the answer",
+            code=ErrorCode.CONTEXT_LENGTH,
+            param=param,
         )

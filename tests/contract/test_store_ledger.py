@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from shared.errors import RequestError
+from shared.errors import ErrorCode, RequestError
 from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason, SamplingParams
 from shared.store import keys
@@ -242,11 +242,15 @@ def test_the_last_token_and_the_end_come_together(ledger: RequestLedger) -> None
 def test_a_request_that_fails_before_its_first_token_ends_with_its_error(
     ledger: RequestLedger,
 ) -> None:
-    assert ledger.finish("req-1", FinishReason.ERROR, "no worker serves group 2 é")
+    code = ErrorCode.NO_WORKERS
+    assert ledger.finish("req-1", FinishReason.ERROR, "no worker serves group 2 é", code)
 
     assert ledger.events("req-1") == [
-        FinalEvent("2-1", FinishReason.ERROR, "no worker serves group 2 é", 3, 0)
+        FinalEvent("2-1", FinishReason.ERROR, "no worker serves group 2 é", 3, 0, error_code=code)
     ]
+    record = ledger.get("req-1")
+    assert record is not None
+    assert record.error_code == code
     assert ledger.states(["req-1", "nobody"]) == {
         "req-1": RequestState(4, 2, FinishReason.ERROR, "no worker serves group 2 é")
     }
@@ -309,7 +313,13 @@ def test_a_request_that_never_ran_ends_for_the_reason_it_is_given(
     ledger: RequestLedger, reason: FinishReason
 ) -> None:
     ended = dataclasses.replace(
-        RECORD, request_id="req-2", prompt_token_ids=(), finish_reason=reason, error="why"
+        RECORD,
+        request_id="req-2",
+        prompt_token_ids=(),
+        finish_reason=reason,
+        error="why",
+        error_code=ErrorCode.KV_MEMORY,
+        error_param="max_tokens",
     )
 
     assert ledger.refuse(ended)
@@ -319,6 +329,9 @@ def test_a_request_that_never_ran_ends_for_the_reason_it_is_given(
     (event,) = ledger.events("req-2")
     assert isinstance(event, FinalEvent)
     assert (event.finish_reason, event.error, event.num_generated) == (reason, "why", 0)
+    for told in (event, ledger.get("req-2")):
+        assert told is not None
+        assert (told.error_code, told.error_param) == ("kv_memory_exceeded", "max_tokens")
     assert ledger.states(["req-2"])["req-2"].finish_reason is reason
     assert not ledger.admit(dataclasses.replace(RECORD, request_id="req-2"))
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.schema import ChatCompletion, TextCompletion
+from shared.api.schema import ChatCompletion, TextCompletion
 from tests.api_server import JSON, ApiServer
 from tests.gguf_files import TinyModel, write_gguf
 from tests.processes import cellpipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -130,6 +131,43 @@ def test_a_cluster_without_a_scheduler_is_not_ready_and_refuses_after_a_while(
     assert isinstance(refused.value, openai.InternalServerError)
     assert refused.value.status_code == 503
     assert int(refused.value.response.headers["retry-after"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_hundred_streams_are_held_for_a_minute(cluster: ProcessCluster, tmp_path: Path) -> None:
+    with ApiServer("gateway", settings=cluster.settings, log=tmp_path / "gateway.txt") as server:
+        seeds = range(20)
+
+        def body(seed: int) -> dict[str, Any]:
+            return {**BODY, "seed": seed, "max_tokens": 150}
+
+        expected = {}
+        for seed in seeds:
+            _, answer, _ = server.call("POST", CHAT, body(seed))
+            expected[seed] = answer["choices"][0]["message"]["content"]
+        over_s = time.monotonic() + 60.0
+
+        def hold(number: int) -> int:
+            """Stream after stream for a minute; how many."""
+            num_streams = 0
+            while time.monotonic() < over_s:
+                seed = (number + num_streams) % len(seeds)
+                raw = server.stream(CHAT, {**body(seed), "stream": True}).read()
+                events = list(read_events(raw))
+                assert texts_of(events) == [expected[seed]], raw[-500:]
+                assert events[-1].document is None
+                num_streams += 1
+            return num_streams
+
+        with ThreadPoolExecutor(NUM_STREAMS) as threads:
+            counts = list(threads.map(hold, range(NUM_STREAMS)))
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+
+    assert all(counts)
+    peak_kb = int(status.partition("VmHWM:")[2].split()[0])
+    print(f"{sum(counts)} streams of 150 tokens, peak {peak_kb} kB")
+    assert peak_kb < 200_000
 
 
 def test_two_hundred_streams_at_once_are_each_as_if_alone(

@@ -20,7 +20,7 @@ from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(300)]
 
-NUM_LINES = 60
+NUM_LINES = 500
 
 
 @pytest.fixture
@@ -38,9 +38,10 @@ def test_what_was_enqueued_is_answered_later(cluster: ProcessCluster, tmp_path: 
     question.write_text("hello world")
     common = ["--raw", "-n", "6", "--seed", "1"]
 
+    unknown = cluster.run("result", "r-unknown")
+    # A request waits 15 s for a first worker: on a busy machine two commands may take as long.
     enqueued = cluster.run("enqueue", "hello world", *common)
     too_early = cluster.run("result", enqueued.stdout.strip())
-    unknown = cluster.run("result", "r-unknown")
     cluster.start("worker")
     followed = cluster.run("result", enqueued.stdout.strip(), "--follow")
     again = json.loads(cluster.run("result", enqueued.stdout.strip(), "--json").stdout)
@@ -88,9 +89,9 @@ def test_a_batch_that_is_killed_is_gone_on_with_and_has_one_line_each(
     cluster.start("worker")
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_text("".join(json.dumps(batch_line(n)) + "\n" for n in range(NUM_LINES)))
-    command = ["batch", str(requests), "-o", str(answers), "--cluster", "--concurrency", "3"]
+    command = ["batch", str(requests), "-o", str(answers), "--cluster", "--concurrency", "8"]
 
-    for number, how in [(10, signal.SIGKILL), (25, signal.SIGKILL), (40, signal.SIGINT)]:
+    for number, how in [(40, signal.SIGKILL), (150, signal.SIGKILL), (300, signal.SIGINT)]:
         run = cluster.start(*command)
         wait_for_lines(answers, number, run)
         os.kill(run.pid, how)
@@ -101,7 +102,7 @@ def test_a_batch_that_is_killed_is_gone_on_with_and_has_one_line_each(
 
     assert last.returncode == 1, last.stderr  # for the lines that ask for what is not served
     assert f"{NUM_LINES} of {NUM_LINES} done" in last.stderr
-    assert "6 with errors" in last.stderr
+    assert f"{NUM_LINES // 10} with errors" in last.stderr
     assert f"{NUM_LINES} of them before" in once_more.stderr
     lines = [json.loads(text) for text in answers.read_text().splitlines()]
     assert sorted(line["custom_id"] for line in lines) == [f"line {n:03}" for n in range(NUM_LINES)]
@@ -109,13 +110,13 @@ def test_a_batch_that_is_killed_is_gone_on_with_and_has_one_line_each(
         expected = 400 if line["custom_id"].endswith("7") else 200
         assert line["response"]["status_code"] == expected, line
     admitted = re.findall(r"request_admitted .*request_id=(batch-\w+)", cluster.logs())
-    assert len(admitted) == len(set(admitted)) == NUM_LINES - 6, "computed again"
+    assert len(admitted) == len(set(admitted)) == NUM_LINES * 9 // 10, "computed again"
 
 
 def batch_line(number: int) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": f"hello {number}"}], "max_tokens": 12}
     if number % 10 == 7:
-        body["stop"] = ["x"]
+        body["web_search_options"] = {}
     return {
         "custom_id": f"line {number:03}",
         "method": "POST",

@@ -91,6 +91,7 @@ EXAMPLES: dict[str, Message] = {
     "step.v1.route": ROUTED_STEP,
     "step.v1.f16": F16_STEP,
     "step.v1.i8": I8_STEP,
+    "step.v1.batch": replace(TOKENS_STEP, is_batch=True),
     "step.v2": DRAFTED_STEP,
     "step.v3": SHAPED_STEP,
     "step.v3.draft": replace(DRAFTED_STEP, shaped=True),
@@ -130,6 +131,9 @@ EXAMPLES: dict[str, Message] = {
     ),
     "reply.v1.cached": replace(REPLY, num_cached_tokens=16, num_prompt_tokens=20),
     "reply.v1.error": Reply("req-4", FinishReason.ERROR, "", (), 3, "deadline passed"),
+    "reply.v1.refused": Reply(
+        "req-7", FinishReason.ERROR, "", (), 0, "too hot", 0, "invalid_value", "temperature"
+    ),
 }
 
 

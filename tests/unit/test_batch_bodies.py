@@ -1,4 +1,4 @@
-"""What a body in OpenAI's format asks for, and which field is named when it cannot be served."""
+"""A body means the same in a batch as by HTTP, and what is wrong with a line is told by name."""
 
 from __future__ import annotations
 
@@ -9,124 +9,95 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.batch.bodies import CHAT_URL, COMPLETIONS_URL, URLS, BodyError, request_of
-from services.batch.lines import Entry, read_line
-from shared.messages import ChatMessage, Request, SamplingParams
+from services.batch.lines import KINDS, Entry, Line, Reading, read_line
+from shared.api.ask import Ask, num_choices, read_ask
+from shared.api.errors import ApiError, api_error
+from shared.api.schema import ChatCompletion, Generation, TextCompletion, read_body
+from shared.errors import CellpipeError
+from shared.messages import Request
+from tests.rig_model import rig_api_model
 
+CHAT_URL, COMPLETIONS_URL = KINDS
 MESSAGES = [{"role": "user", "content": "hello"}]
+ENTRY = Entry(1, 0, 0, "a", "r")
+MODEL = rig_api_model()
 
 
-def chat(**body: Any) -> Request:
-    return request_of(CHAT_URL, {"messages": MESSAGES} | body, request_id="r", chat_max_tokens=99)
+def line_of(url: Any, body: Any, method: Any = "POST", **reading: Any) -> Line:
+    text = json.dumps({"custom_id": "a", "url": url, "method": method, "body": body})
+    return read_line(ENTRY, text.encode(), Reading(MODEL, **reading))
 
 
-def complete(**body: Any) -> Request:
-    return request_of(COMPLETIONS_URL, body, request_id="r", chat_max_tokens=99)
+def chat(**body: Any) -> tuple[Request, ...]:
+    line = line_of(CHAT_URL, {"messages": MESSAGES} | body)
+    assert line.error is None, line.error
+    return line.requests
 
 
-def test_defaults_are_openais() -> None:
-    assert chat().sampling == SamplingParams(temperature=1.0, max_tokens=99)
-    assert complete(prompt="x").sampling == SamplingParams(temperature=1.0, max_tokens=16)
+def by_http(url: str, body: Any) -> Ask | ApiError:
+    """What a gateway makes of the body."""
+    try:
+        read: Generation = read_body(json.dumps(body).encode(), KINDS[url])
+        num_choices(read)
+        return read_ask(read, MODEL)
+    except ApiError as error:
+        return error
+    except CellpipeError as error:
+        return api_error(error)
 
 
-def test_parameters_are_taken_over() -> None:
-    given_ = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 7, "ignore_eos": True}
+def test_a_chat_goes_on_to_the_end_of_the_context_unless_told_otherwise() -> None:
+    (request,) = chat()
+    room = MODEL.max_positions - len(request.token_ids or ())
+    body = {"messages": MESSAGES}
 
-    request = chat(**given_, max_tokens=3, model="m")
-
-    assert request.sampling == SamplingParams(0.5, 5, 0.9, 7, 3, True)
-    assert request.model == "m"
-    assert chat(max_completion_tokens=4, max_tokens=3).sampling.max_tokens == 4
-    assert chat(temperature=0).sampling.temperature == 0.0
-    shaping = {"min_p": 0.1, "frequency_penalty": 1, "presence_penalty": -0.5,
-               "repetition_penalty": 1.2}  # fmt: skip
-    assert chat(**shaping, logit_bias={"7": 5, "3": -100}).sampling == SamplingParams(
-        1.0, max_tokens=99, logit_bias=((3, -100.0), (7, 5.0)), **shaping
-    )
+    assert request.sampling.max_tokens == room
+    assert line_of(CHAT_URL, body, chat_tokens=7).requests[0].sampling.max_tokens == 7
+    assert line_of(CHAT_URL, body, chat_tokens=10**6).requests[0].sampling.max_tokens == room
+    assert line_of(COMPLETIONS_URL, {"prompt": "x"}).requests[0].sampling.max_tokens == 16
 
 
-def test_log_probabilities_are_asked_for_as_of_openai() -> None:
-    assert chat(logprobs=True).sampling.logprobs == 0
-    assert chat(logprobs=True, top_logprobs=20).sampling.logprobs == 20
-    assert chat(logprobs=False, top_logprobs=0).sampling.logprobs is None
-    assert complete(prompt="x", logprobs=0).sampling.logprobs == 0
-    assert complete(prompt="x", logprobs=5).sampling.logprobs == 5
-    for wrong in (6, -1, True, "1"):
-        with pytest.raises(BodyError, match="logprobs"):
-            complete(prompt="x", logprobs=wrong)
+def test_every_choice_and_every_prompt_is_a_request_of_its_own() -> None:
+    two = chat(n=2, seed=7, max_tokens=3)
+    line = line_of(COMPLETIONS_URL, {"prompt": ["x", [5, 6]], "n": 2, "max_tokens": 3})
+
+    assert [r.sampling.seed for r in two] == [7, 8]
+    assert [r.request_id for r in two] == ["r", "r-c1"]
+    assert [r.token_ids for r in line.requests[2:]] == [(5, 6)] * 2
+    assert len({r.request_id for r in line.requests}) == 4
 
 
-def test_content_may_come_in_parts_of_text() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+def test_the_model_may_be_called_by_the_name_that_the_command_was_given() -> None:
+    body = {"messages": MESSAGES, "model": "mine"}
 
-    request = chat(messages=[{"role": "user", "content": parts, "name": "me"}])
-
-    assert request.messages == (ChatMessage("user", "ab"),)
-
-
-@pytest.mark.parametrize("prompt", [[1, 2], [[1, 2]]])
-def test_a_prompt_may_be_token_ids(prompt: Any) -> None:
-    assert complete(prompt=prompt).token_ids == (1, 2)
+    assert line_of(CHAT_URL, body, own_name="mine").error is None
+    refused = line_of(CHAT_URL, body).error
+    assert refused is not None
+    assert (refused.status, refused.param, refused.code) == (404, "model", "model_not_found")
 
 
-def test_what_asks_for_nothing_is_passed_over() -> None:
-    plain = chat()
+def test_a_line_may_shape_logits_and_ask_for_their_probabilities() -> None:
+    (shaped,) = chat(min_p=0.1, presence_penalty=-0.5, logit_bias={"7": 5}, logprobs=True)
+    (told,) = line_of(COMPLETIONS_URL, {"prompt": "x", "logprobs": 5}).requests
 
-    assert plain == chat(
-        n=1, stream=False, stop=None, logprobs=False, tools=[], frequency_penalty=0.0,
-        presence_penalty=0, logit_bias={}, response_format={"type": "text"}, user="me",
-        metadata={"a": "b"}, seed=None, temperature=None,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("param", "value"),
-    [
-        ("n", 2), ("stream", True), ("stop", "x"), ("stop", ["x"]), ("logprobs", 1),
-        ("top_logprobs", 2), ("top_logprobs", 21), ("min_p", 2), ("presence_penalty", 3),
-        ("repetition_penalty", 0),
-        ("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}),
-        ("frequency_penalty", 2.5), ("logit_bias", {"1": 101}), ("logit_bias", [1]),
-        ("made_up", 1), ("prompt", "x"),
-        ("temperature", -1), ("temperature", "warm"), ("temperature", True), ("top_p", 0),
-        ("top_p", 2), ("top_k", -1), ("top_k", 1.5), ("seed", -1), ("seed", 1.5),
-        ("max_tokens", 0), ("max_tokens", 2**40), ("model", 7), ("ignore_eos", 1),
-        ("messages", []), ("messages", "hello"),
-    ],
-)  # fmt: skip
-def test_what_is_not_served_is_named(param: str, value: Any) -> None:
-    with pytest.raises(BodyError, match=param) as raised:
-        chat(**{param: value})
-
-    assert raised.value.param == param
+    assert (shaped.sampling.min_p, shaped.sampling.logit_bias) == (0.1, ((7, 5.0),))
+    assert (shaped.sampling.presence_penalty, shaped.sampling.logprobs) == (-0.5, 0)
+    assert told.sampling.logprobs == 5
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        1, {}, {"role": "user"}, {"role": 1, "content": "x"}, {"role": "user", "content": 1},
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-        {"role": "user", "content": [{"type": "text", "text": 1}]},
-        {"role": "tool", "content": "x"}, {"role": "assistant", "tool_calls": [1], "content": "x"},
-    ],
-)  # fmt: skip
-def test_a_message_that_cannot_be_read_is_named_by_its_number(message: Any) -> None:
-    with pytest.raises(BodyError) as raised:
-        chat(messages=[*MESSAGES, message])
+def test_a_stream_is_not_for_a_batch() -> None:
+    refused = line_of(CHAT_URL, {"messages": MESSAGES, "stream": True}).error
 
-    assert raised.value.param.startswith("messages[1]")
-
-
-@pytest.mark.parametrize("prompt", [None, 1, [], ["a", "b"], [1, "a"], [-1], [True], {}])
-def test_a_prompt_that_cannot_be_read_is_named(prompt: Any) -> None:
-    with pytest.raises(BodyError) as raised:
-        complete(prompt=prompt)
-
-    assert raised.value.param == "prompt"
+    assert refused is not None
+    assert (refused.status, refused.param) == (400, "stream")
 
 
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
@@ -135,31 +106,62 @@ _JSON = st.recursive(
     ),
     max_leaves=8,
 )
-_FIELDS = st.sampled_from(
-    ["messages", "prompt", "model", "temperature", "seed", "stop", "n", "max_tokens", "tools",
-     "top_k", "logit_bias", "logprobs", "top_logprobs", "min_p", "presence_penalty",
-     "response_format", "ignore_eos", "x"]
-)  # fmt: skip
+_FIELDS = sorted(
+    {*ChatCompletion.model_fields, *TextCompletion.model_fields, "made_up"} - {"stream"}
+)
+_GOOD = {CHAT_URL: {"messages": MESSAGES}, COMPLETIONS_URL: {"prompt": "x"}}
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    url=st.sampled_from(URLS) | _JSON,
+    url=st.sampled_from(sorted(KINDS)),
+    changes=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=3),
+)
+def test_a_body_means_the_same_in_a_batch_as_by_http(url: str, changes: dict[str, Any]) -> None:
+    body = {**_GOOD[url], **changes}
+
+    line, answer = line_of(url, body), by_http(url, body)
+
+    if isinstance(answer, ApiError):
+        assert line.error is not None
+        assert (line.error.status, line.error.body()) == (answer.status, answer.body())
+    else:
+        assert line.ask == answer
+        assert line.requests
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    url=st.sampled_from(sorted(KINDS)) | _JSON,
     method=st.just("POST") | _JSON,
-    body=st.dictionaries(_FIELDS, _JSON, max_size=4) | _JSON,
+    body=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4) | _JSON,
 )
 def test_any_line_of_json_is_a_request_or_says_why_not(url: Any, method: Any, body: Any) -> None:
-    entry = Entry(1, 0, 0, "a", "r")
-    text = json.dumps({"custom_id": "a", "url": url, "method": method, "body": body})
+    line = line_of(url, body, method)
 
-    line = read_line(entry, text.encode(), chat_max_tokens=5)
-
-    assert (line.request is None) == bool(line.error)
+    assert bool(line.requests) == (line.error is None)
+    assert line.error is None or line.error.message
 
 
 @given(text=st.binary(max_size=40))
 def test_any_bytes_are_a_line_that_says_what_is_wrong(text: bytes) -> None:
-    line = read_line(Entry(1, 0, 0, None, "r"), text, chat_max_tokens=5)
+    line = read_line(Entry(1, 0, 0, None, "r"), text, Reading(MODEL))
 
-    assert line.request is None
-    assert line.error
+    assert line.requests == ()
+    assert line.error is not None
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (1, "messages[1]"),
+        ({"role": "user"}, "messages[1].content"),
+        ({"role": "wizard", "content": "x"}, "messages[1].role"),
+        ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[1].content"),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_named_by_its_number(message: Any, param: str) -> None:
+    refused = line_of(CHAT_URL, {"messages": [*MESSAGES, message]}).error
+
+    assert refused is not None
+    assert refused.param == param

@@ -145,3 +145,33 @@ def test_the_queue_of_batches_is_never_declared_last() -> None:
 
     assert names[:2] == [REQUESTS_QUEUE, BATCH_QUEUE]
     assert len(names) > 2
+
+
+def test_steps_say_that_nobody_waits_for_them_at_every_group_and_after_a_redrive() -> None:
+    rig = Rig(2, prefix_bytes=None)
+    rig.add_worker(0)
+    scheduler = rig.add_scheduler()
+    send(rig, BATCH_QUEUE, "batch")
+    send(rig, REQUESTS_QUEUE, "asked")
+    at_group_1 = rig.queue(1)
+    rig.run_until(lambda: rig.num_messages(at_group_1) == 2)
+    first = rig.take_all(at_group_1)  # they are lost
+    rig.run_until(lambda: scheduler.num_redrives >= 2 and rig.num_messages(at_group_1) >= 2)
+    again = rig.take_all(at_group_1)
+
+    for steps in (first, again):
+        assert {step.request_id: step.is_batch for step in steps} == {"batch": True, "asked": False}
+    assert all(step.epoch > 0 for step in again)
+
+
+def test_a_batch_goes_on_beside_requests_that_never_pause() -> None:
+    rig = rig_of(8)
+    send(rig, BATCH_QUEUE, "batch")
+    rig.run_until(lambda: bool(rig.tokens("batch")))
+
+    for number in range(6):
+        send(rig, REQUESTS_QUEUE, f"asked-{number}", max_tokens=200)
+    rig.run_until(lambda: bool(rig.final_events("batch")))
+
+    assert_answers(rig, [("batch", PROMPT, SAMPLED)])
+    assert not any(rig.final_events(f"asked-{number}") for number in range(6))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.batch.lines import BatchInput
+from services.batch.lines import BatchInput, Reading
 from services.batch.output import BatchOutput
 from services.batch.run import BatchLimits, BatchRun
 from services.scheduler.limits import SchedulerLimits
@@ -21,7 +21,7 @@ from shared.messages import FinishReason
 from shared.producer import Producer
 from shared.topology import BATCH_QUEUE
 from tests.rig import Rig
-from tests.rig_model import rig_tokenizer
+from tests.rig_model import rig_api_model, rig_tokenizer
 
 CHAT = "/v1/chat/completions"
 
@@ -69,15 +69,15 @@ class Batch:
 
         producer.submit = counted  # type: ignore[method-assign]
         keys = [entry.key for entry in batch.entries]
+        reading = Reading(rig_api_model(), chat_tokens=8)
         with closing(BatchOutput(self.output, keys, attempt=attempt)) as output:
             run = BatchRun(
                 producer,
                 output,
                 batch.entries,
-                lambda entry: batch.read(entry, chat_max_tokens=8),
+                lambda entry: batch.read(entry, reading),
                 check,
-                "tiny",
-                rig_tokenizer(),
+                reading.model,
                 BatchLimits(**limits),
                 clock=self.rig.clock,
                 sleep=lambda seconds: (self.rig.clock.sleep(seconds), self.rig.turn())[0],
@@ -142,7 +142,9 @@ def test_what_is_wrong_with_a_line_is_in_its_answer_and_the_others_go_on(tmp_pat
         chat_line("good"),
         "{not json",
         json.dumps({"method": "POST", "url": CHAT, "body": {}}),
-        chat_line("stop", stop=["x"]),
+        chat_line("search", web_search_options={}),
+        chat_line("stream", stream=True),
+        chat_line("long", text="a" * 300),
         chat_line("hot", temperature="warm"),
         chat_line("none", messages=[]),
         chat_line("other", model="gpt-4o"),
@@ -163,14 +165,58 @@ def test_what_is_wrong_with_a_line_is_in_its_answer_and_the_others_go_on(tmp_pat
     assert "line 2 is not JSON" in nameless[0]["error"]["message"]
     assert named.pop("good")["response"]["status_code"] == 200
     told = {name: line["response"]["body"]["error"] for name, line in named.items()}
-    assert {line["response"]["status_code"] for line in named.values()} == {400}
+    assert named["other"]["response"]["status_code"] == 404
+    assert {line["response"]["status_code"] for line in named.values()} == {400, 404}
     assert {name: error["param"] for name, error in told.items()} == {
-        "stop": "stop", "hot": "temperature", "none": "messages", "other": None,
-        "half": "?", "half a pair": "messages",
+        "search": "web_search_options", "stream": "stream", "long": "messages",
+        "hot": "temperature", "none": "messages", "other": "model",
+        "half": None, "half a pair": None,
         "embed": "url", "get": "method",
     }  # fmt: skip
-    assert "'gpt-4o' is not served" in told["other"]["message"]
-    assert (run.progress().num_done, run.progress().num_failed) == (11, 10)
+    assert told["long"]["code"] == "context_length_exceeded"
+    assert told["other"]["code"] == "model_not_found"
+    assert (run.progress().num_done, run.progress().num_failed) == (13, 12)
+
+
+def test_stop_strings_and_several_choices_are_as_by_http(tmp_path: Path) -> None:
+    batch = Batch(
+        tmp_path,
+        [
+            chat_line("whole", seed=3, max_tokens=40, ignore_eos=True),
+            chat_line("two", seed=3, n=2, max_tokens=40, ignore_eos=True),
+        ],
+    )
+    batch.run()
+    (whole,), two = (texts_of(batch.by_id()[name]) for name in ("whole", "two"))
+    stop = whole[len(whole) // 2 :][:3]
+    assert whole.index(stop) > 0
+    lines = [
+        chat_line("cut", seed=3, max_tokens=200, ignore_eos=True, stop=stop),
+        chat_line("none", seed=3, max_tokens=40, ignore_eos=True, stop=["never said, not at all"]),
+    ]
+    batch.input.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    batch.output.unlink()
+    batch.run(concurrency=1)
+
+    cut, none = batch.by_id()["cut"], batch.by_id()["none"]
+    assert two[0] == whole
+    assert two[1] != whole
+    usage = batch_usage(cut)
+    assert texts_of(cut) == [whole[: whole.index(stop)]]
+    assert cut["response"]["body"]["choices"][0]["finish_reason"] == "stop"
+    assert usage["completion_tokens"] <= 40
+    assert texts_of(none) == [whole]
+    (record,) = [batch.rig.ledger.get(i) for i in batch.submitted if "-c" not in i][2:3]
+    assert record is not None
+    assert record.finish_reason is FinishReason.ABORT, "nobody wants what comes after it"
+
+
+def texts_of(line: dict[str, Any]) -> list[str]:
+    return [choice["message"]["content"] for choice in line["response"]["body"]["choices"]]
+
+
+def batch_usage(line: dict[str, Any]) -> dict[str, int]:
+    return dict(line["response"]["body"]["usage"])
 
 
 def test_a_run_that_is_killed_anywhere_is_resumed_and_computes_nothing_twice(
@@ -208,7 +254,7 @@ def test_a_torn_last_line_is_written_again(tmp_path: Path) -> None:
 
 
 def test_a_finished_batch_asks_nothing_again(tmp_path: Path) -> None:
-    batch = Batch(tmp_path, [chat_line("a"), chat_line("b", stop="x")])
+    batch = Batch(tmp_path, [chat_line("a"), chat_line("b", suffix="x")])
     batch.run()
     batch.submitted.clear()
 
@@ -273,7 +319,7 @@ def test_a_cancelled_request_is_an_error_of_its_line(tmp_path: Path) -> None:
 
 
 def test_another_attempt_asks_for_what_failed_and_only_for_that(tmp_path: Path) -> None:
-    batch = Batch(tmp_path, [chat_line("a"), chat_line("b"), chat_line("c", stop="x")])
+    batch = Batch(tmp_path, [chat_line("a"), chat_line("b"), chat_line("c", suffix="x")])
     batch.run(until=lambda: cancel(batch, batch.submitted[:1]))
     before = batch.by_id()
     assert before["a"]["error"]["code"] == "cancelled"

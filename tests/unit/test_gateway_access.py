@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.access import ANONYMOUS, Keys, Limits, key_line, new_key
 from services.gateway.backend import Backend
-from services.gateway.errors import ApiError, api_error
+from services.gateway.error_response import error_response
 from services.gateway.gateway import (
     PROBLEM_GRACE_S,
     PROBLEM_PATIENCE_S,
@@ -17,7 +17,7 @@ from services.gateway.gateway import (
     GatewayLimits,
 )
 from services.gateway.server import ServerOptions, check_options, is_loopback
-from services.gateway.table import page_with_tables
+from shared.api.errors import ApiError, api_error
 from shared.broker.memory import MemoryBroker, MemoryHub
 from shared.errors import ConfigError, Overloaded, StoreDamaged, StoreUnavailable
 from shared.producer import Producer
@@ -27,14 +27,6 @@ from shared.store.ledger import Ledger
 from shared.text.tokenizer import Tokenizer
 from tests.gguf_files import tiny_vocabulary
 from tests.rig import FakeClock
-
-PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-
-
-def test_the_page_about_the_api_is_that_of_the_schema() -> None:
-    page = PAGE.read_text()
-
-    assert page_with_tables(page) == page, "python -m services.gateway.table docs/api.md"
 
 
 def test_a_key_file_holds_digests_and_lets_their_keys_in(tmp_path: Path) -> None:
@@ -162,7 +154,7 @@ def _backend(problem: str) -> Backend:
 
 
 def test_a_full_cluster_says_when_to_come_again_and_no_error_names_a_host() -> None:
-    full = api_error(Overloaded("the queue is full", retry_after_s=4.2)).response()
+    full = error_response(api_error(Overloaded("the queue is full", retry_after_s=4.2)))
     gone = api_error(StoreUnavailable("no connection to Redis at secret.host:6379"))
     bug = api_error(StoreDamaged("Redis at secret.host:6379 holds a damaged value"))
 

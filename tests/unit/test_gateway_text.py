@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.choice import Choice
-from services.gateway.errors import ApiError
 from services.gateway.event_ids import EventId, Shown, read_event_id
 from services.gateway.reader import EventReader
-from services.gateway.stops import StopMatcher
+from shared.api.choice import Choice
+from shared.api.errors import ApiError
+from shared.api.stops import StopMatcher
 from shared.messages import FinishReason
 from shared.store.connection import connect
 from shared.store.ledger import Ledger

@@ -10,6 +10,7 @@ import pytest
 from services.scheduler.limits import SchedulerLimits
 from services.scheduler.scheduler import Scheduler
 from shared import codec
+from shared.errors import ErrorCode
 from shared.messages import FinishReason, Reply, Request
 from shared.policy import RedriveLimits
 from shared.store import keys
@@ -127,16 +128,21 @@ def test_a_prompt_that_cannot_fit_is_refused_without_tokenising_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "reason", "code", "param"),
     [
-        ({"token_ids": prompt_of(256)}, "256 tokens"),
-        ({"token_ids": (5, 268)}, "268"),
-        ({"model": "other"}, "other"),
-        ({"token_ids": None, "prompt": ""}, "no tokens"),
+        (
+            {"token_ids": prompt_of(256)},
+            "256 tokens",
+            ErrorCode.CONTEXT_LENGTH,
+            "token_ids",
+        ),
+        ({"token_ids": (5, 268)}, "268", ErrorCode.INVALID_VALUE, "token_ids"),
+        ({"model": "other"}, "other", ErrorCode.MODEL_NOT_FOUND, "model"),
+        ({"token_ids": None, "prompt": ""}, "no tokens", ErrorCode.INVALID_VALUE, "prompt"),
     ],
 )
 def test_a_request_that_cannot_be_served_has_a_final_event_and_a_reply(
-    changes: dict[str, Any], reason: str
+    changes: dict[str, Any], reason: str, code: ErrorCode, param: str
 ) -> None:
     rig = Rig(2)
     rig.add_workers()
@@ -154,6 +160,8 @@ def test_a_request_that_cannot_be_served_has_a_final_event_and_a_reply(
     assert reason in final.error
     assert first == second
     assert first.error == final.error
+    for told in (final, first):
+        assert (told.error_code, told.error_param) == (code, param)
     assert_answers(rig, [("next", PROMPT, SAMPLED)])
 
 

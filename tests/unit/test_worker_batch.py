@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.batch import Pending, Slice, plan_batch
+from services.worker.batch import BATCH_PREFILL_ROWS, Pending, Slice, plan_batch
 from shared.broker.base import Delivery
 from shared.messages import SamplingParams, Step
 
@@ -176,3 +179,65 @@ def test_the_sequences_of_a_turn_fit_into_the_cache_together() -> None:
     assert names(99) == ["a", "b"]
     assert names(79) == ["a"]
     assert names(0) == ["a"]  # or it would wait for ever
+
+
+def make_batch(number: int, **fields: Any) -> list[Pending]:
+    items = [make_pending(f"batch-{n}", position=9, **fields) for n in range(number)]
+    for item in items:
+        item.step = replace(item.step, is_batch=True)
+    return items
+
+
+def test_few_steps_of_batches_run_beside_one_that_somebody_waits_for() -> None:
+    asked = make_pending("asked", position=5)
+
+    slices = plan_batch(
+        [*make_batch(20), asked], now_s=0.0, max_rows=128, max_sequences=64, max_batch_steps=3
+    )
+
+    assert [p.request_id for p in slices] == ["batch-0", "asked", "batch-1", "batch-2"]
+
+
+def test_prompts_of_batches_are_short_while_somebody_waits() -> None:
+    (prompt,) = make_batch(1, rows=500)
+    asked = make_pending("asked", rows=40)
+
+    slices = plan_batch(
+        [prompt, asked], now_s=0.0, max_rows=128, max_sequences=64, max_batch_steps=3
+    )
+
+    assert [(p.request_id, p.num_rows) for p in slices] == [
+        ("batch-0", BATCH_PREFILL_ROWS),
+        ("asked", 40),
+    ]
+
+
+@given(
+    num_batch=st.integers(1, 30),
+    num_asked=st.integers(0, 12),
+    max_batch_steps=st.integers(1, 5),
+    max_sequences=st.integers(1, 10),
+    max_rows=st.integers(1, 12),
+)
+def test_no_step_of_a_batch_waits_for_more_turns_than_there_are_of_them_before_it(
+    num_batch: int, num_asked: int, max_batch_steps: int, max_sequences: int, max_rows: int
+) -> None:
+    waiting = make_batch(num_batch)
+    asked = [make_pending(f"asked-{n}", position=9) for n in range(num_asked)]
+    turns = 0
+    while waiting:
+        slices = plan_batch(
+            [*asked, *waiting],  # whoever is asked for comes again at once
+            now_s=0.0,
+            max_rows=max_rows,
+            max_sequences=max_sequences,
+            max_batch_steps=max_batch_steps,
+        )
+        done = [piece.pending for piece in slices if piece.pending.step.is_batch]
+        assert done == waiting[: len(done)], "those that wait longest"
+        assert 1 <= len(done) <= max_batch_steps
+        if num_asked + max_batch_steps <= min(max_sequences, max_rows):
+            assert len(done) == min(max_batch_steps, len(waiting))
+        waiting = waiting[len(done) :]
+        turns += 1
+    assert turns <= num_batch

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.batch import Pending, Slice, plan_batch
-from services.worker.pace import LATELY_S, MIN_ROWS, TILE_ROWS, Pace
-from tests.unit.test_worker_batch import make_pending
+from services.worker.pace import BATCH_STEPS, LATELY_S, MIN_ROWS, TILE_ROWS, Pace
+from tests.unit.test_worker_batch import make_batch, make_pending
 
 MAX_ROWS = 128
 
@@ -111,3 +111,21 @@ def test_short_prompts_share_the_prefill_rows_in_their_order() -> None:
     slices = turn_of(prompt(10, "a"), prompt(10, "b"), prompt(10, "c"), prefill_rows=16)
 
     assert [(piece.request_id, piece.num_rows) for piece in slices] == [("a", 10), ("b", 6)]
+
+
+def test_rows_that_take_no_time_are_as_many_as_the_budget_holds() -> None:
+    pace = Pace()
+    pace.note(turn_of(*decode_steps(1)), 1.0)
+    pace.note(turn_of(prompt()), 1e-311)
+
+    assert rows(pace, prompt(), *decode_steps(1)) == MAX_ROWS
+
+
+def test_batches_are_bounded_while_somebody_waits_and_for_a_while_after(pace: Pace) -> None:
+    (step,) = decode_steps(1)
+    of_batch = make_batch(8)
+
+    assert pace.batch_steps(of_batch, now_s=0.0) is None
+    assert pace.batch_steps([*of_batch, step], now_s=0.0) == BATCH_STEPS
+    assert pace.batch_steps(of_batch, now_s=LATELY_S) == BATCH_STEPS, "it is at another group"
+    assert pace.batch_steps(of_batch, now_s=3 * LATELY_S) is None

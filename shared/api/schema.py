@@ -19,8 +19,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import from_json
 
-from services.gateway.errors import ApiError
-from services.gateway.fields import (
+from shared.api.errors import ApiError
+from shared.api.fields import (
     Bias,
     Content,
     Number,
@@ -64,14 +64,14 @@ def no_ops_of(field: FieldInfo) -> list[Any] | None:
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: Annotated[bool, _BOTH] = False
     include_obfuscation: Annotated[Any, Peers(True, False, False)] = refused(False)
 
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    name: Annotated[Any, Peers(True, False, True)] = refused()
+    role: Annotated[Literal["system", "developer", "user", "assistant"], _BOTH]
+    content: Annotated[Content, _BOTH]
+    name: Annotated[Any, Peers(True, True, True)] = refused()
     refusal: Annotated[Any, Peers(True, False, False)] = refused()
     audio: Annotated[Any, Peers(True, False, False)] = refused()
     annotations: Annotated[Any, Peers(True, False, False)] = refused([])
@@ -218,6 +218,11 @@ def read_body(raw: bytes, kind: type[BodyType]) -> BodyType:
         raise ApiError(400, f"the body is no JSON in UTF-8: {error!s:.200}") from None
     if not isinstance(document, dict):
         raise ApiError(400, "the body must be a JSON object")
+    return check_body(document, kind)
+
+
+def check_body(document: dict[str, Any], kind: type[BodyType]) -> BodyType:
+    """A body that is JSON. Raises as `read_body`."""
     try:
         return kind.model_validate(document)
     except ValidationError as error:

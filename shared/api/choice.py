@@ -8,13 +8,41 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from services.gateway.stops import StopMatcher
+from shared.api.ask import Kind
+from shared.api.errors import ApiError, ended_error
+from shared.api.stops import StopMatcher
 from shared.messages import FinishReason
 from shared.store.ledger_types import FinalEvent, TokenEvent
 from shared.text.detokenizer import Detokenizer
 from shared.text.logprobs import ShownToken
 from shared.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of each prompt once, whatever `n`; those of it that were cached; those generated."""
+
+    num_prompt: int
+    num_cached: int
+    num_generated: int
+
+
+@dataclass(slots=True)
+class Piece:
+    """Text of one choice up to its `num_tokens`th token, and its end if that was reached.
+
+    `tokens` are those that begin in the text, if log probabilities were asked for.
+    `event_id` says how far a reader is who has seen it and all before it.
+    """
+
+    index: int
+    num_tokens: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    event_id: str = ""
+    tokens: list[ShownToken] = field(default_factory=list)
 
 
 class Choice:
@@ -79,3 +107,33 @@ class Choice:
         self._num_shown += len(text)
         while self._hidden and self._hidden[0].offset < self._num_shown:
             self.shown.append(self._hidden.popleft())
+
+
+def usage_of(choices: Sequence[Choice], n: int) -> Usage | None:
+    """Of the choices of an answer, `n` a prompt; None while one of them runs, perhaps cut."""
+    finals = [choice.final for choice in choices if choice.final is not None]
+    if len(finals) < len(choices):
+        return None
+    firsts = finals[::n]
+    return Usage(
+        num_prompt=sum(final.num_prompt_tokens for final in firsts),
+        num_cached=sum(final.num_cached for final in firsts),
+        num_generated=sum(choice.num_tokens for choice in choices),
+    )
+
+
+def failure_of(kind: Kind, choice: Choice, event: FinalEvent) -> ApiError | None:
+    """What an end means that is none of a text."""
+    if choice.was_cut:
+        return None
+    if event.finish_reason is FinishReason.ERROR:
+        # What was submitted are token ids, whatever the client sent.
+        given = "messages" if kind == "chat" else "prompt"
+        param = given if event.error_param == "token_ids" else event.error_param
+        return ended_error(event.error_code, event.error, param)
+    if choice.finish_reason is None:
+        # Not 409, which OpenAI's clients take for an invitation to ask again.
+        return ApiError(410, "the request was cancelled", code="cancelled")
+    if choice.num_tokens != event.num_generated:
+        return ApiError(500, "tokens of the answer were lost", code="tokens_lost")
+    return None

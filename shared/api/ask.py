@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from services.gateway.backend import Backend
-from services.gateway.errors import ApiError
-from services.gateway.note import Kind
-from services.gateway.schema import MAX_CHOICES, ChatCompletion, Generation, Message, TextCompletion
+from shared.api.errors import ApiError
+from shared.api.model import ApiModel
+from shared.api.schema import MAX_CHOICES, ChatCompletion, Generation, Message, TextCompletion
 from shared.errors import RequestError
 from shared.messages import ChatMessage, SamplingParams
 from shared.text.prompt import chat_token_ids, check_token_ids, text_token_ids
+
+Kind = Literal["chat", "text"]
 
 DEFAULT_TEXT_TOKENS = 16  # as OpenAI's
 MAX_LOGPROBS = 400_000  # of one answer: 30 MB of JSON
@@ -35,16 +37,19 @@ def num_choices(body: Generation) -> int:
     return number
 
 
-def read_ask(body: Generation, backend: Backend) -> Ask:
-    """Raises `ApiError` for what the model cannot do, `RequestError` for a prompt it refuses."""
-    check_model(body.model, backend)
+def read_ask(body: Generation, model: ApiModel, *, chat_tokens: int | None = None) -> Ask:
+    """Raises `ApiError` for what the model cannot do, `RequestError` for a prompt it refuses.
+
+    `chat_tokens` is for a chat that names no limit, None for what the model holds.
+    """
+    check_model(body.model, model)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is for stream: true", param="stream_options")
     for token_id, _ in body.logit_bias:
-        if token_id >= backend.vocab_size:
+        if token_id >= model.vocab_size:
             raise ApiError(
                 400,
-                f"logit_bias names token {token_id}; the model has 0..{backend.vocab_size - 1}",
+                f"logit_bias names token {token_id}; the model has 0..{model.vocab_size - 1}",
                 param="logit_bias",
                 code="invalid_value",
             )
@@ -63,24 +68,25 @@ def read_ask(body: Generation, backend: Backend) -> Ask:
                     "only one of max_tokens and max_completion_tokens may be given",
                     param="max_tokens",
                 )
-            prompts: tuple[tuple[int, ...], ...] = (messages_token_ids(body.messages, backend),)
+            prompts: tuple[tuple[int, ...], ...] = (messages_token_ids(body.messages, model),)
             name, asked = "max_tokens", body.max_tokens
             if body.max_completion_tokens is not None:
                 name, asked = "max_completion_tokens", body.max_completion_tokens
+            default = chat_tokens
             kind: Kind = "chat"
         case TextCompletion():
-            prompts = tuple(_prompt_token_ids(prompt, backend) for prompt in body.prompt)
-            name, asked = "max_tokens", body.max_tokens or DEFAULT_TEXT_TOKENS
-            if body.max_tokens is None:  # nobody asked for so many
-                room = backend.max_positions - max(map(len, prompts))
-                asked = max(1, min(asked, room))
+            prompts = tuple(_prompt_token_ids(prompt, model) for prompt in body.prompt)
+            name, asked, default = "max_tokens", body.max_tokens, DEFAULT_TEXT_TOKENS
             kind = "text"
         case _:
             raise TypeError(f"no completion: {type(body).__name__}")
+    if asked is None and default is not None:  # nobody asked for so many
+        room = model.max_positions - max(map(len, prompts))
+        asked = max(1, min(default, room))
     n = body.n or 1
     num_top = num_logprobs(body)
     samplings = tuple(
-        _sampling(body, _max_tokens(tokens, asked, name, backend), choice)
+        _sampling(body, _max_tokens(body, tokens, asked, name, model), choice)
         for tokens in prompts
         for choice in range(n)
     )
@@ -96,51 +102,54 @@ def read_ask(body: Generation, backend: Backend) -> Ask:
     return Ask(kind, prompts, samplings, n)
 
 
-def check_model(name: str, backend: Backend) -> None:
+def check_model(name: str, model: ApiModel) -> None:
     """Raise `ApiError` 404 unless the name is that of the model that runs; "" is."""
-    if name not in ("", backend.model_name, backend.model_id):
+    if name not in ("", model.model_name, model.model_id):
         raise ApiError(
             404,
-            f"the model {name!r} does not exist here; {backend.model_name} does",
+            f"the model {name!r} does not exist here; {model.model_name} does",
             param="model",
             code="model_not_found",
         )
 
 
-def messages_token_ids(messages: list[Message], backend: Backend) -> tuple[int, ...]:
+def messages_token_ids(messages: list[Message], model: ApiModel) -> tuple[int, ...]:
     """Token ids of a conversation. Raises `RequestError`."""
     turns = [
         ChatMessage("system" if m.role == "developer" else m.role, m.content) for m in messages
     ]
     return chat_token_ids(
-        turns, backend.tokenizer, backend.chat_template, max_positions=backend.max_positions
+        turns, model.tokenizer, model.chat_template, max_positions=model.max_positions
     )
 
 
-def _prompt_token_ids(prompt: str | tuple[int, ...], backend: Backend) -> tuple[int, ...]:
+def _prompt_token_ids(prompt: str | tuple[int, ...], model: ApiModel) -> tuple[int, ...]:
     if not isinstance(prompt, str):
-        check_token_ids(prompt, backend.vocab_size)
+        check_token_ids(prompt, model.vocab_size)
         return prompt
-    found = text_token_ids(prompt, backend.tokenizer, max_positions=backend.max_positions)
+    found = text_token_ids(prompt, model.tokenizer, max_positions=model.max_positions)
     if found:
         return found
     # A text that begins here, as with OpenAI.
-    tokenizer = backend.tokenizer
+    tokenizer = model.tokenizer
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if begin is None:
         raise RequestError("the prompt is empty, and the model has no token to begin a text with")
     return (begin,)
 
 
-def _max_tokens(prompt: tuple[int, ...], asked: int | None, name: str, backend: Backend) -> int:
-    room = backend.max_positions - len(prompt)
+def _max_tokens(
+    body: Generation, prompt: tuple[int, ...], asked: int | None, name: str, model: ApiModel
+) -> int:
+    room = model.max_positions - len(prompt)
     if room < 1 or (asked or 1) > room:
         wanted = "" if asked is None else f" and {asked} for the answer ({name})"
+        given = "prompt" if isinstance(body, TextCompletion) else "messages"
         raise ApiError(
             400,
-            f"the model holds {backend.max_positions} tokens; "
+            f"the model holds {model.max_positions} tokens; "
             f"the request has {len(prompt)} in its prompt{wanted}",
-            param="messages" if room < 1 and asked is None else name,
+            param=given if room < 1 else name,
             code="context_length_exceeded",
         )
     return asked or room
