@@ -57,6 +57,7 @@ class MemoryLedger:
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         self._readers: dict[str, _Readers] = {}
+        self._pausing: dict[str, _Readers] = {}
         self._followers = _Readers(threading.Condition(self._lock))  # each of many requests
         self._sweep_at_s = clock() + SWEEP_EVERY_S
 
@@ -68,9 +69,8 @@ class MemoryLedger:
     def num_readers(self) -> int:
         """How many readers wait."""
         with self._lock:
-            return self._followers.num_waiting + sum(
-                readers.num_waiting for readers in self._readers.values()
-            )
+            waiting = [self._followers, *self._readers.values(), *self._pausing.values()]
+            return sum(readers.num_waiting for readers in waiting)
 
     def admit(self, record: LedgerRecord) -> bool:
         with self._lock:
@@ -127,7 +127,7 @@ class MemoryLedger:
                 self._end(entry, finish)
             elif position == num_prompt or passed:
                 entry.expires_at_s = self._clock() + self._running_ttl_s
-            self._wake(request_id)
+            self._wake(request_id, is_end=finish is not None)
             return Committed()
 
     def commit_all(self, commits: Sequence[Commit]) -> list[CommitResult | StoreDamaged]:
@@ -142,7 +142,7 @@ class MemoryLedger:
                 return False
             entry.error = error[:MAX_ERROR_CHARS]
             self._end(entry, reason, entry.error)
-            self._wake(request_id)
+            self._wake(request_id, is_end=True)
             return True
 
     def note_cached(self, request_id: str, num_cached: int) -> None:
@@ -167,7 +167,12 @@ class MemoryLedger:
         with self._lock:
             events = self._events(request_id, last_seen, count)
             if not events and block_ms > 0:
-                self._wait(request_id, last_seen, block_ms / 1000)
+                self._wait(
+                    self._readers,
+                    request_id,
+                    lambda: self._events(request_id, last_seen, 1),
+                    block_ms / 1000,
+                )
                 events = self._events(request_id, last_seen, count)
             return events
 
@@ -203,6 +208,11 @@ class MemoryLedger:
             entry = self._entry(request_id)
             return [] if entry is None else entry.generated.tolist()
 
+    def pause(self, request_id: str, timeout_s: float) -> None:
+        """Sleep so long, or until the request has ended; its tokens wake nobody here."""
+        with self._lock:
+            self._wait(self._pausing, request_id, lambda: self._has_ended(request_id), timeout_s)
+
     # All below expect the caller to hold the lock.
 
     def _entry(self, request_id: str) -> Entry | None:
@@ -226,7 +236,7 @@ class MemoryLedger:
         entry.final_id = event_id
         reason = record.finish_reason or FinishReason.ERROR
         entry.final = FinalEvent(event_text(event_id), reason, entry.error, 0, 0)
-        self._wake(record.request_id)
+        self._wake(record.request_id, is_end=True)
 
     def _end(self, entry: Entry, reason: FinishReason, error: str = "") -> None:
         entry.finish_reason = reason
@@ -249,22 +259,34 @@ class MemoryLedger:
         found = {i: self._events(i, last_seen, count) for i, last_seen in after.items()}
         return {request_id: events for request_id, events in found.items() if events}
 
-    def _wait(self, request_id: str, after: EventId, timeout_s: float) -> None:
-        """Until there is an event after `after`; lets go of the lock meanwhile."""
-        readers = self._readers.get(request_id)
+    def _has_ended(self, request_id: str) -> bool:
+        entry = self._entry(request_id)
+        return entry is not None and entry.final is not None
+
+    def _wait(
+        self,
+        waiting: dict[str, _Readers],
+        request_id: str,
+        come: Callable[[], object],
+        timeout_s: float,
+    ) -> None:
+        """Until `come()` says so; lets go of the lock meanwhile."""
+        readers = waiting.get(request_id)
         if readers is None:
-            readers = self._readers[request_id] = _Readers(threading.Condition(self._lock))
+            readers = waiting[request_id] = _Readers(threading.Condition(self._lock))
         readers.num_waiting += 1
         try:
-            readers.woken.wait_for(lambda: self._events(request_id, after, 1), timeout_s)
+            readers.woken.wait_for(come, timeout_s)
         finally:
             readers.num_waiting -= 1
             if not readers.num_waiting:
-                del self._readers[request_id]
+                del waiting[request_id]
 
-    def _wake(self, request_id: str) -> None:
+    def _wake(self, request_id: str, *, is_end: bool = False) -> None:
         if readers := self._readers.get(request_id):
             readers.woken.notify_all()
+        if is_end and (pausing := self._pausing.get(request_id)):
+            pausing.woken.notify_all()
         if self._followers.num_waiting:
             self._followers.woken.notify_all()
 
