@@ -276,7 +276,7 @@ class Redriver:
         if worker_id:
             step = replace(step, route=(worker_id,))
             queue, instead = inbox_queue(worker_id, 0), queue
-        confirm = self._broker.publish([Outgoing(queue, codec.encode(step), instead=instead)])
+        confirm = self._broker.publish([Outgoing(queue, codec.Frame(step), instead=instead)])
         confirm.wait(self._limits.confirm_timeout_s)
 
     def _typical_s(self, running: Running) -> float:

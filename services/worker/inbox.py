@@ -110,7 +110,7 @@ class Inbox:
     def _admit(self, delivery: Delivery) -> None:
         began_ns = time.perf_counter_ns()
         try:
-            step = codec.decode(delivery.body)
+            step = codec.decode(delivery.content)
         except PermanentError as error:
             self._refuse(delivery, str(error))
             return

@@ -87,8 +87,8 @@ class Sender:
         worker_id = worker_of(step.route, step.group)
         if worker_id:
             inbox = inbox_queue(worker_id, step.group)
-            return Outgoing(inbox, codec.encode(step), instead=shared)
-        return Outgoing(shared, codec.encode(step))
+            return Outgoing(inbox, codec.Frame(step), instead=shared)
+        return Outgoing(shared, codec.Frame(step))
 
     def _refresh_when_due(self) -> None:
         now_s = self._clock()

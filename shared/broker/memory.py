@@ -12,7 +12,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from shared.broker.base import Confirm, Delivery, Outgoing, refuse_oversized
+from shared.broker.base import (
+    MAX_BODY_BYTES,
+    Confirm,
+    Content,
+    Delivery,
+    Outgoing,
+    refuse_oversized,
+)
 from shared.broker.memory_hub import HubConsumer, HubMessage, MemoryHub
 from shared.errors import BrokerUnavailable, CellpipeError, ConfigError
 from shared.topology import QueueSpec
@@ -58,7 +65,7 @@ class MemoryBroker:
                     )
 
     def publish(self, messages: Sequence[Outgoing]) -> Confirm:
-        refuse_oversized(messages)
+        refuse_oversized([message for message in messages if _may_be_oversized(message.content)])
         with self._hub.lock:
             if self._closed:
                 return _Settled(BrokerUnavailable("the broker is closed"))
@@ -151,7 +158,7 @@ class MemoryBroker:
         self._inbox.append(
             Delivery(
                 sent.queue,
-                sent.body,
+                sent.content,
                 message.num_returns > 0,
                 sent.content_type,
                 sent.correlation_id,
@@ -183,3 +190,7 @@ class MemoryBroker:
     def _require_open(self) -> None:
         if self._closed:
             raise BrokerUnavailable("the broker is closed")
+
+
+def _may_be_oversized(content: Content) -> bool:
+    return isinstance(content, bytes) or content.may_be_over(MAX_BODY_BYTES)
