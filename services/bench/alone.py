@@ -40,8 +40,16 @@ class KernelAlone:
         position = self._cache.num_positions
         hidden = self._group.embed(np.array([token_id], np.int32))
         hidden = self._group.forward(hidden, [SequenceSlice(self._cache, position, 1)])
-        (logits,) = self._group.logits(hidden)
-        return sample(logits, temperature=0.0, top_k=0, top_p=1.0, seed=0, position=position + 1)
+        logits = self._group.head(hidden)
+        return sample(
+            logits.values[0],
+            temperature=0.0,
+            top_k=0,
+            top_p=1.0,
+            seed=0,
+            position=position + 1,
+            largest=logits.largest[0],
+        )
 
 
 def _filled(group: LayerGroup, prompt: Sequence[int]) -> SequenceCache:

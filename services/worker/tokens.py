@@ -60,12 +60,14 @@ def sample_and_commit(
     """
     if not pieces:
         return []
-    logits = layer_group.logits(rows)  # (R, V)
+    logits = layer_group.head(rows)  # (R, V)
     commits: list[Commit] = []
     start = 0
     for piece in pieces:
         end, step = start + 1 + len(piece.draft), piece.pending.step
-        token_ids, reason = _draw(step, piece.draft, logits[start:end])
+        token_ids, reason = _draw(
+            step, piece.draft, logits.values[start:end], logits.largest[start:end]
+        )
         commits.append(Commit(step.request_id, step.epoch, step.end_position, token_ids, reason))
         start = end
     stages.lap(COMPUTE)
@@ -96,16 +98,17 @@ def _outcome(piece: Slice, commit: Commit, result: CommitResult | StoreDamaged) 
 
 
 def _draw(
-    step: Step, draft: Sequence[int], logits: npt.NDArray[np.float32]
+    step: Step, draft: Sequence[int], logits: npt.NDArray[np.float32], largest: Sequence[int]
 ) -> tuple[Sequence[int], FinishReason | None]:
     """The tokens that follow, from logits (1 + len(draft), V), and why the request ends with them.
+    `largest` are those of the rows.
 
     A row counts as long as the tokens before it are those that it was computed from.
     """
     params = step.sampling
     assert params.seed is not None, "a step always carries its seed"
     token_ids: list[int] = []
-    for row, guessed in zip(logits, (*draft, None), strict=True):
+    for row, most, guessed in zip(logits, largest, (*draft, None), strict=True):
         position = step.end_position + len(token_ids)
         token_id = sample(
             row,
@@ -114,6 +117,7 @@ def _draw(
             top_p=params.top_p,
             seed=params.seed,
             position=position,
+            largest=most,
         )
         token_ids.append(token_id)
         reason = finish_reason(step, token_id=token_id, position=position)

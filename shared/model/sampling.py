@@ -33,15 +33,19 @@ def sample(
     top_p: float,
     seed: int,
     position: int,
+    largest: int | None = None,
 ) -> int:
     """Draw a token id from logits (V,).
+
+    `largest` is the lowest id of the largest of them, from whoever has seen that all are finite.
 
     temperature 0 is greedy (the lowest id of the largest logit); top_k 0 and top_p 1 are off.
     `position` is that of the token that is drawn. Raises `KernelError` for logits not finite.
     """
-    largest = int(np.argmax(logits))  # of the first NaN, if there is one
-    if not (math.isfinite(logits[largest]) and math.isfinite(logits.min())):
-        raise KernelError("logits are not finite")
+    if largest is None:
+        largest = int(np.argmax(logits))  # of the first NaN, if there is one
+        if not (math.isfinite(logits[largest]) and math.isfinite(logits.min())):
+            raise KernelError("logits are not finite")
     scale = np.float32(temperature)
     if scale == 0 or top_k == 1:  # a temperature below binary32 is greedy too
         return largest
