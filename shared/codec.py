@@ -106,10 +106,10 @@ class Frame:
     Raises `ValueError` as `encode` does.
     """
 
-    __slots__ = ("_body", "_step")
+    __slots__ = ("_body", "_step", "_tensor_bytes")
 
     def __init__(self, step: Step) -> None:
-        check_tensors(step.tensors)
+        self._tensor_bytes = check_tensors(step.tensors)
         self._step: Step | None = step
         self._body = b""
 
@@ -121,7 +121,7 @@ class Frame:
 
     def may_be_over(self, max_bytes: int) -> bool:
         step = self._step
-        return step is None or _most_bytes(step) > max_bytes
+        return step is None or self._tensor_bytes + _most_header_bytes(step) > max_bytes
 
     def step(self) -> Step | None:
         """What went in, unless somebody has seen the bytes."""
@@ -221,13 +221,12 @@ def _step_fields(step: Step) -> dict[str, Any]:
     return fields
 
 
-def _most_bytes(step: Step) -> int:
-    """No frame of the step is longer: names and numbers 1,024 bytes, a character 4, a token 5."""
-    num_chars = len(step.model_id) + len(step.layout_id) + sum(map(len, step.tensors))
+def _most_header_bytes(step: Step) -> int:
+    """No frame has more beside its tensors: a character is 4 bytes, a token 5, a worker 131; 2,048
+    for names and numbers, 512 for each tensor's."""
+    num_chars = len(step.model_id) + len(step.layout_id)
     num_tokens = len(step.stop_token_ids) + len(step.draft) + len(step.accepted)
-    num_bytes = sum(tensor.nbytes for tensor in step.tensors.values())
-    num_bytes += 128 * len(step.tensors) + 131 * len(step.route)
-    return 1024 + 4 * num_chars + 5 * num_tokens + num_bytes
+    return 2048 + 4 * num_chars + 5 * num_tokens + 131 * len(step.route) + 512 * len(step.tensors)
 
 
 def _read_step(raw: dict[str, Any]) -> Step:

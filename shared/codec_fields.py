@@ -119,8 +119,10 @@ def take_tokens(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return values
 
 
-def check_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Raise `ValueError` for a dtype that has no code, a rank over 4 or over 8 MiB in all: the
+def check_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> int:
+    """The bytes of their numbers, all together.
+
+    Raises `ValueError` for a dtype that has no code, a rank over 4 or over 8 MiB in all: the
     receiver would refuse the frame, and the mistake is ours.
     """
     num_bytes = 0
@@ -130,6 +132,7 @@ def check_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         num_bytes += tensor.nbytes
         if not 1 <= tensor.ndim <= MAX_RANK or num_bytes > MAX_TENSOR_BYTES:
             raise ValueError(f"tensor {name!r} of shape {tensor.shape} is over the wire's limits")
+    return num_bytes
 
 
 def pack_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:

@@ -110,7 +110,8 @@ class MemoryLedger:
                 return Unknown()
             if entry.epoch != epoch:
                 return Fenced(entry.epoch)
-            committed, num_prompt = entry.committed, entry.num_prompt
+            num_prompt = entry.num_prompt
+            committed = num_prompt + len(entry.generated) - 1
             if num_prompt <= position <= committed and position == entry.first:
                 won = entry.generated[position - num_prompt :]
                 return AlreadyCommitted(tuple(won), entry.finish_reason)
@@ -122,7 +123,7 @@ class MemoryLedger:
                 return Gap(committed)
             entry.generated += array("i", token_ids)
             entry.first = position
-            passed = entry.committed // RENEW_EVERY - committed // RENEW_EVERY
+            passed = (committed + len(token_ids)) // RENEW_EVERY - committed // RENEW_EVERY
             if finish is not None:
                 self._end(entry, finish)
             elif position == num_prompt or passed:
