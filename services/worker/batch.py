@@ -113,7 +113,7 @@ def max_slice_rows(row_bytes: int) -> int:
 
 
 def plan_batch(
-    pending: Sequence[Pending],
+    pending: Iterable[Pending],
     *,
     now_s: float,
     max_rows: int,

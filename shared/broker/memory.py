@@ -50,6 +50,7 @@ class MemoryBroker:
         self._consumers: dict[str, HubConsumer] = {}
         # Cancelled, but with deliveries that were taken and may still be settled.
         self._draining: list[HubConsumer] = []
+        self._is_waiting = False  # in `take`; it mostly is not, and asking a condition costs more
         self._closed = False
 
     def declare(self, queues: Sequence[QueueSpec]) -> None:
@@ -98,7 +99,7 @@ class MemoryBroker:
             self._hub.give_back(consumer.queue, [consumer.held.pop(number) for number in untaken])
 
     def take(self, timeout_s: float) -> Delivery | None:
-        give_up_at_s = time.monotonic() + timeout_s
+        give_up_at_s: float | None = None
         with self._hub.lock:
             while True:
                 next_expiry_s = self._hub.keep_time()
@@ -106,10 +107,15 @@ class MemoryBroker:
                     raise BrokerUnavailable("the broker is closed")
                 if self._inbox:
                     return self._inbox.popleft()
-                left_s = give_up_at_s - time.monotonic()
+                now_s = time.monotonic()
+                if give_up_at_s is None:
+                    give_up_at_s = now_s + timeout_s
+                left_s = give_up_at_s - now_s
                 if left_s <= 0:
                     return None
+                self._is_waiting = True
                 self._arrived.wait(left_s if next_expiry_s is None else min(left_s, next_expiry_s))
+                self._is_waiting = False
 
     def ack(self, delivery: Delivery) -> None:
         with self._hub.lock:
@@ -168,11 +174,12 @@ class MemoryBroker:
                 message.first_queue,
             )
         )
-        self._arrived.notify()
+        self.wake()
 
     def wake(self) -> None:
         """For the hub, which holds the lock: look at the time again."""
-        self._arrived.notify()
+        if self._is_waiting:
+            self._arrived.notify()
 
     def _release(self, delivery: Delivery) -> HubMessage | None:
         """End a delivery's hold on its message; None when it has none any more."""
