@@ -20,7 +20,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, SupportsBytes
+from typing import Any
 
 import msgpack
 
@@ -28,7 +28,6 @@ from shared.codec_fields import (
     as_bool,
     as_float,
     as_int,
-    check_tensors,
     pack_tensors,
     take_bool,
     take_int,
@@ -57,7 +56,6 @@ __all__ = [
     "JSON",
     "MAX_FRAME_BYTES",
     "MSGPACK",
-    "Frame",
     "decode",
     "encode",
     "encode_json",
@@ -98,46 +96,14 @@ def encode_json(message: Request | Reply | Token) -> bytes:
     return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-class Frame:
-    """The msgpack frame of a step, made when somebody asks for its bytes.
-
-    Within one process nobody does: `decode` gives the step that went in, and saves a third of what
-    a turn of a decode step takes beside the kernel. Nobody writes to its tensors again.
-    Raises `ValueError` as `encode` does.
-    """
-
-    __slots__ = ("_body", "_step", "_tensor_bytes")
-
-    def __init__(self, step: Step) -> None:
-        self._tensor_bytes = check_tensors(step.tensors)
-        self._step: Step | None = step
-        self._body = b""
-
-    def __bytes__(self) -> bytes:
-        if (step := self._step) is not None:
-            self._body = encode(step)
-            self._step = None  # from now on it is like one that came from elsewhere
-        return self._body
-
-    def may_be_over(self, max_bytes: int) -> bool:
-        step = self._step
-        return step is None or self._tensor_bytes + _most_header_bytes(step) > max_bytes
-
-    def step(self) -> Step | None:
-        """What went in, unless somebody has seen the bytes."""
-        return self._step
-
-
-def decode(body: SupportsBytes, content_type: str = MSGPACK) -> Message:
+def decode(body: bytes, content_type: str = MSGPACK) -> Message:
     """The message in a frame; tensors are read-only little-endian views of the frame's bytes.
 
     Raises `DecodeError` for anything that is not a valid message, and `RequestError` for a
     well-formed request that cannot be served; both are `PermanentError`. An empty `content_type`
     means msgpack.
     """
-    if isinstance(body, Frame) and (step := body.step()) is not None:
-        return step
-    media_type, raw = read_map(bytes(body), content_type)
+    media_type, raw = read_map(body, content_type)
     kind = raw.get("kind", "request.v1" if media_type == JSON else None)
     if not isinstance(kind, str) or kind not in _READERS:
         raise DecodeError(f"kind must be one of {', '.join(_READERS)}, got {kind!r:.80}")
@@ -219,14 +185,6 @@ def _step_fields(step: Step) -> dict[str, Any]:
         # Another kind: whoever passed over these fields would take guesses for tokens.
         fields |= {"kind": "step.v2", "draft": step.draft, "accepted": step.accepted}
     return fields
-
-
-def _most_header_bytes(step: Step) -> int:
-    """No frame has more beside its tensors: a character is 4 bytes, a token 5, a worker 131; 2,048
-    for names and numbers, 512 for each tensor's."""
-    num_chars = len(step.model_id) + len(step.layout_id)
-    num_tokens = len(step.stop_token_ids) + len(step.draft) + len(step.accepted)
-    return 2048 + 4 * num_chars + 5 * num_tokens + 131 * len(step.route) + 512 * len(step.tensors)
 
 
 def _read_step(raw: dict[str, Any]) -> Step:

@@ -12,8 +12,8 @@ import pytest
 from services.chaos.reference import ReferenceModel
 from services.worker.limits import WorkerLimits
 from shared import codec
-from shared.codec import Frame
 from shared.dead_letters import DeadLetter
+from shared.late_frame import Frame
 from shared.messages import Step
 from shared.store.prefix_pages import page_digests
 from shared.topology import DEAD_QUEUE, Wire, even_layout, group_queues
