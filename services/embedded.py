@@ -85,7 +85,12 @@ class Engine:
             local_prefixes = LocalPrefixes(num_groups, max_bytes=prefix_bytes)
         front = self._broker()
         front.declare([*control_queues(), *group_queues(layout)])
-        self.producer = Producer(front, ledger, tokenizer=tokenizer, gather_s=GATHER_S)
+        self.producer = Producer(
+            front,
+            ledger,
+            tokenizer=tokenizer,
+            pause=lambda request_id: ledger.pause(request_id, GATHER_S),
+        )
         scheduler = Scheduler(
             model=ServedModel(layout, config, tokenizer, chat_template),
             broker=self._broker(),

@@ -121,24 +121,34 @@ def take_tokens(raw: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return values
 
 
-def pack_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
-    """{name: {dtype, shape, data}} with little-endian, row-major data.
+def check_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> int:
+    """The bytes of their numbers, all together.
 
     Raises `ValueError` for a dtype that has no code, a rank over 4 or over 8 MiB in all: the
     receiver would refuse the frame, and the mistake is ours.
     """
-    packed = {}
     num_bytes = 0
     for name, tensor in tensors.items():
-        code = _CODES.get(tensor.dtype)
-        if code is None:
-            code = _CODES.get(tensor.dtype.newbyteorder("<"))
-            if code is None:
-                raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, which has no code")
-            tensor = tensor.astype(_DTYPES[code])
+        if tensor.dtype not in _CODES and tensor.dtype.newbyteorder("<") not in _CODES:
+            raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, which has no code")
         num_bytes += tensor.nbytes
         if not 1 <= tensor.ndim <= MAX_RANK or num_bytes > MAX_TENSOR_BYTES:
             raise ValueError(f"tensor {name!r} of shape {tensor.shape} is over the wire's limits")
+    return num_bytes
+
+
+def pack_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
+    """{name: {dtype, shape, data}} with little-endian, row-major data.
+
+    Raises `ValueError` as `check_tensors` does.
+    """
+    check_tensors(tensors)
+    packed = {}
+    for name, tensor in tensors.items():
+        code = _CODES.get(tensor.dtype)
+        if code is None:
+            code = _CODES[tensor.dtype.newbyteorder("<")]
+            tensor = tensor.astype(_DTYPES[code])
         packed[name] = {"dtype": code, "shape": tensor.shape, "data": tensor.tobytes()}
     return packed
 

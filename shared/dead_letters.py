@@ -64,7 +64,7 @@ class DeadLetter:
         """The message to publish, before the delivery is acked."""
         return Outgoing(
             DEAD_QUEUE,
-            delivery.body,
+            delivery.content,
             persistent=True,
             content_type=delivery.content_type,
             correlation_id=delivery.correlation_id,

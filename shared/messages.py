@@ -144,15 +144,19 @@ class Step:
     accepted: tuple[int, ...] = ()
     is_batch: bool = False
     shaped: bool = False
+    # Kept: they are asked for a dozen times in a step's turn.
     num_positions: int = field(init=False, repr=False, compare=False)  # T
+    # The position after the last token that is known, not guessed: the first to be sampled.
+    end_position: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not REQUEST_ID_PATTERN.match(self.request_id):
             raise DecodeError(f"step.v1 request_id is malformed: {self.request_id!r:.80}")
-        for name in ("group", "epoch", "position", "max_position", "deadline_unix_ms"):
-            value = getattr(self, name)
-            if not 0 <= value < 2**53:
-                raise DecodeError(f"step.v1 {name} out of range: {value}")
+        numbers = (
+            self.group, self.epoch, self.position, self.max_position, self.deadline_unix_ms
+        )  # fmt: skip
+        if not (min(numbers) >= 0 and max(numbers) < 2**53):
+            raise DecodeError(f"step.v1 has a number out of range: {numbers}")
         if self.sampling.seed is None:
             raise DecodeError("step.v1 sampling.seed must be given")
         if not self.tensors:
@@ -160,10 +164,12 @@ class Step:
         sizes = {t.shape[0] if t.ndim else 0 for t in self.tensors.values()}
         if len(sizes) != 1:
             raise DecodeError("step.v1 tensors disagree on the number of positions")
-        # Kept: it is asked for a dozen times in a step's turn.
-        object.__setattr__(self, "num_positions", sizes.pop())
-        if self.num_positions == 0:
+        num_positions = sizes.pop()
+        if num_positions == 0:
             raise DecodeError("step.v1 tensors are empty")
+        object.__setattr__(self, "num_positions", num_positions)
+        end_position = self.position + num_positions - len(self.draft)
+        object.__setattr__(self, "end_position", end_position)
         if len(self.route) > MAX_ROUTE_LEN:
             raise DecodeError(f"step.v1 route must be at most {MAX_ROUTE_LEN}")
         for worker_id in self.route:
@@ -183,10 +189,36 @@ class Step:
         if len(self.accepted) > self.position:
             raise DecodeError(f"step.v2 accepted holds more than the {self.position} before it")
 
-    @property
-    def end_position(self) -> int:
-        """The position after the last token that is known, not guessed: the first to be sampled."""
-        return self.position + self.num_positions - len(self.draft)
+    def then(
+        self,
+        *,
+        group: int,
+        position: int,
+        sample: bool,
+        tensors: Mapping[str, npt.NDArray[np.generic]],
+        draft: tuple[int, ...],
+        accepted: tuple[int, ...],
+    ) -> Step:
+        """Other work of the same request and epoch, four times as fast as `replace`."""
+        return Step(
+            self.request_id,
+            self.model_id,
+            self.layout_id,
+            group,
+            self.epoch,
+            position,
+            sample,
+            self.max_position,
+            tensors,
+            self.sampling,
+            self.stop_token_ids,
+            self.deadline_unix_ms,
+            self.route,
+            draft,
+            accepted,
+            self.is_batch,
+            self.shaped,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,8 @@ def hand_over(broker: Broker, request: Outgoing, timeout_s: float) -> None:
 class Producer:
     """A connection of a user to a cluster, or to the embedded pipeline.
 
-    `gather_s` is how long `events` waits after each read, so that a read brings several tokens.
+    `pause` is what `events` does after each read, given the request's id, so that the next one
+    brings several tokens.
     `stream` and `result` need the model's `tokenizer`.
     """
 
@@ -78,12 +79,12 @@ class Producer:
         ledger: RequestLedger,
         *,
         tokenizer: Tokenizer | None = None,
-        gather_s: float = 0.0,
+        pause: Callable[[str], None] | None = None,
     ) -> None:
         self._broker = broker
         self._ledger = ledger
         self._tokenizer = tokenizer
-        self._gather_s = gather_s
+        self._pause = pause
 
     def submit(self, request: Request, *, batch: bool = False, timeout_s: float = 10.0) -> str:
         """Hand a request over; when this returns, the broker has it and it will be answered.
@@ -133,8 +134,8 @@ class Producer:
                 after = event.event_id
             if events:
                 heard_s = time.monotonic()
-                if self._gather_s:
-                    time.sleep(self._gather_s)
+                if self._pause is not None:
+                    self._pause(request_id)
                 continue
             if on_silence is not None:
                 on_silence()

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
+from services.bench.alone import KernelAlone
 from shared.errors import ConfigError
 from shared.model.config import ModelConfig
-from shared.model.kv_cache import SequenceCache
-from shared.model.layer_group import LayerGroup, SequenceSlice
+from shared.model.layer_group import LayerGroup
 
 BAR_WIDTH = 40
-SLICE_ROWS = 128
 
 Decode = Callable[[Sequence[int], int], float]
 """Seconds a token of an answer of so many tokens to a prompt."""
@@ -69,13 +65,13 @@ def measure_contexts(
         context: [rng.randrange(vocab_size) for _ in range(context - num_tokens)]
         for context in contexts
     }
-    caches = {context: _filled(group, prompt) for context, prompt in prompts.items()}
+    alone = {context: KernelAlone(group, prompt) for context, prompt in prompts.items()}
     pipeline: Mapping[int, list[float]] = {context: [] for context in contexts}
     kernel: Mapping[int, list[float]] = {context: [] for context in contexts}
     for turn in range(repeats + 1):
         for context, prompt in prompts.items():
             ours = 1e3 * decode(prompt, num_tokens)
-            bare = 1e3 * _time_kernel(group, caches[context], len(prompt), num_tokens)
+            bare = 1e3 * alone[context].decode(num_tokens)[1]
             if turn:
                 pipeline[context].append(ours)
                 kernel[context].append(bare)
@@ -92,28 +88,6 @@ def measure_contexts(
         )
         tell(figures[-1])
     return figures
-
-
-def _filled(group: LayerGroup, prompt: Sequence[int]) -> SequenceCache:
-    cache = group.new_cache()
-    for start in range(0, len(prompt), SLICE_ROWS):
-        token_ids = np.array(prompt[start : start + SLICE_ROWS], np.int32)
-        group.forward(group.embed(token_ids), [SequenceSlice(cache, start, len(token_ids))])
-    return cache
-
-
-def _time_kernel(
-    group: LayerGroup, cache: SequenceCache, num_prompt: int, num_tokens: int
-) -> float:
-    """Seconds a token of embedding, layers and head, from position `num_prompt` on."""
-    cache.truncate(num_prompt)
-    started_s = time.perf_counter()
-    token_id = 0
-    for position in range(num_prompt, num_prompt + num_tokens):
-        hidden = group.embed(np.array([token_id], np.int32))
-        hidden = group.forward(hidden, [SequenceSlice(cache, position, 1)])
-        token_id = int(group.logits(hidden)[0].argmax())
-    return (time.perf_counter() - started_s) / num_tokens
 
 
 def context_dict(figures: Sequence[ContextFigures], *, threads: int) -> dict[str, Any]:

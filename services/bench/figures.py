@@ -35,6 +35,13 @@ def interleave(measures: Mapping[str, Callable[[], float]], repeats: int) -> Rat
     return rates
 
 
+def median_overhead(rates: Rates, name: str, inner: str) -> float:
+    """The median of the turns' shares of `name`'s time that is not `inner`'s, a part of it."""
+    return statistics.median(
+        1 - ours / alone for ours, alone in zip(rates[name], rates[inner], strict=True)
+    )
+
+
 def median_ratio(rates: Rates, name: str, base: str) -> float:
     """The median of the turns' ratios of two measurements."""
     return statistics.median(a / b for a, b in zip(rates[name], rates[base], strict=True))

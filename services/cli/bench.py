@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.cli.bench_contexts import bench_contexts, follow
+from services.cli.bench_contexts import bench_contexts, follow, load_whole
 from services.cli.generate import Model, Threads
 from services.cli.settings import DEFAULT_MODEL, load_config, numbers
 from services.cli.tree import app
-from shared.errors import ConfigError
+from shared.errors import ConfigError, KernelError
 
 if TYPE_CHECKING:
     from services.bench.kernel import KernelFigures
     from services.cli.session import Session
+    from shared.model.layer_group import LayerGroup
 
 bench = typer.Typer(help="Measure speed on this machine, in medians of interleaved runs.")
 app.add_typer(bench, name="bench")
@@ -119,7 +120,8 @@ def decode(
     peer_model: PeerModel = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens per second of one answer from the embedded pipeline.
+    """Tokens per second of one answer from the embedded pipeline, and how much of a step is not
+    the kernel's.
 
     Example: cellpipe bench decode --peer llama.cpp
     Example: cellpipe bench decode --context 128,512,2048
@@ -167,7 +169,7 @@ def _bench_model(
     peer_model: Path | None,
     as_json: bool,
 ) -> None:
-    from services.bench.figures import interleave, median_ratio
+    from services.bench.figures import interleave, median_overhead, median_ratio
     from services.bench.peer import open_peer
     from services.cli.session import open_session
     from services.loader.pull import resolve_model
@@ -176,6 +178,7 @@ def _bench_model(
     threads = threads or len(os.sched_getaffinity(0))
     peer_file = peer_model or resolve_model(model, config.cache_dir)
     opener = open_peer(peer_file, threads, peer=peer, binary=peer_bin)
+    alone = load_whole(config, model, threads) if what == "decode" else None
     results = []
     with open_session(  # the same prompt again and again would be read from the cache
         config,
@@ -187,13 +190,15 @@ def _bench_model(
     ) as session:
         other = opener() if opener else None
         for size in sizes:
-            measures: dict[str, Callable[[], float]] = {"cellpipe": _measure(session, what, size)}
+            measures = _measures(session, what, size, alone)
             if other is not None:
                 run = other.decode if what == "decode" else other.prefill
                 measures["peer"] = lambda run=run, size=size: run(size)  # type: ignore[misc]
             rates = interleave(measures, repeats)
             result: dict[str, Any] = {"tokens": size}
             result |= {f"{name}_tokens_per_s": statistics.median(r) for name, r in rates.items()}
+            if alone is not None:
+                result["overhead_share"] = median_overhead(rates, "cellpipe", "kernel")
             if other is not None:
                 result["ratio"] = median_ratio(rates, "cellpipe", "peer")
             results.append(result)
@@ -203,16 +208,35 @@ def _bench_model(
         typer.echo(json.dumps({"bench": what, "threads": threads, "results": results}))
 
 
-def _measure(session: Session, what: str, size: int) -> Callable[[], float]:
-    """One request; its rate by the clock of whoever waits for the tokens."""
-    prompt = [10] if what == "decode" else [100 + i for i in range(size)]
-    num_tokens = size if what == "decode" else 1
+def _measures(
+    session: Session, what: str, size: int, alone: LayerGroup | None
+) -> dict[str, Callable[[], float]]:
+    """One request; its rate by the clock of whoever waits for the tokens.
 
-    def measure() -> float:
-        first_s, last_s = follow(session, prompt, num_tokens)
-        return (num_tokens - 1) / (last_s - first_s) if what == "decode" else size / first_s
+    `alone` then computes the same tokens without a pipeline.
+    """
+    if alone is None:
+        return {
+            "cellpipe": lambda: size / follow(session, [100 + i for i in range(size)], 1).first_s
+        }
+    from services.bench.alone import KernelAlone
 
-    return measure
+    prompt = [10]
+    kernel = KernelAlone(alone, prompt)
+    ours: list[int] = []
+
+    def decode() -> float:
+        answer = follow(session, prompt, size)
+        ours[:] = answer.token_ids
+        return 1 / answer.token_s
+
+    def decode_alone() -> float:
+        token_ids, token_s = kernel.decode(size)
+        if token_ids != ours:
+            raise KernelError("the pipeline and the kernel alone gave different tokens")
+        return 1 / token_s
+
+    return {"cellpipe": decode, "kernel": decode_alone}
 
 
 def _say_model(what: str, threads: int, result: dict[str, Any]) -> None:
@@ -220,6 +244,11 @@ def _say_model(what: str, threads: int, result: dict[str, Any]) -> None:
         f"{what} {result['tokens']} tokens, {threads} threads: "
         f"{result['cellpipe_tokens_per_s']:.1f} tok/s"
     )
+    if "overhead_share" in result:
+        line += (
+            f", the kernel alone {result['kernel_tokens_per_s']:.1f}: "
+            f"{result['overhead_share']:.1%} of a step is not the kernel's"
+        )
     if "ratio" in result:
         line += f", llama.cpp {result['peer_tokens_per_s']:.1f}, ratio {result['ratio']:.2f}"
     typer.echo(line)

@@ -1,4 +1,4 @@
-"""`cellpipe bench decode --context`, and how one answer is timed."""
+"""`cellpipe bench decode --context`, and how one answer is timed, with and without a pipeline."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ from shared.messages import Request, SamplingParams
 if TYPE_CHECKING:
     from services.bench.context import ContextFigures
     from services.cli.session import Session
+    from shared.config import Config
+    from shared.model.layer_group import LayerGroup
 
 
 def bench_contexts(
@@ -36,31 +39,20 @@ def bench_contexts(
         measure_contexts,
     )
     from services.bench.plot import check_plot, draw_contexts
-    from services.cli.session import kernel_backend, open_session
-    from services.embedded import load_group
-    from services.loader.packed import open_packed
-    from services.loader.pull import resolve_model
-    from shared.model.config import ModelConfig
-    from shared.topology import even_layout
+    from services.cli.session import open_session
 
     config = load_config(quiet=True)
     if plot is not None:
         check_plot(plot)
     threads = threads or len(os.sched_getaffinity(0))
-    packed = open_packed(resolve_model(model, config.cache_dir), config.cache_dir)
-    model_config = ModelConfig.from_dict(packed.manifest.config)
-    check_contexts(contexts, tokens, model_config)
-    layout = even_layout(packed.manifest.model_id, model_config.num_hidden_layers, 1)
-    group = load_group(
-        packed.manifest, layout, 0, packed.read_shard, kernel_backend(config, threads)
-    )
+    group = load_whole(config, model, threads)
+    check_contexts(contexts, tokens, group.config)
     with open_session(
         config, model=model, cluster=False, num_groups=1, num_threads=threads, prefix_cache=True
     ) as session:
 
         def ask(prompt: Sequence[int], num_tokens: int) -> float:
-            first_s, last_s = follow(session, prompt, num_tokens)
-            return (last_s - first_s) / (num_tokens - 1)
+            return follow(session, prompt, num_tokens).token_s
 
         figures = measure_contexts(
             contexts,
@@ -70,8 +62,9 @@ def bench_contexts(
             repeats=repeats,
             tell=(lambda _: None) if as_json else _say_context,
         )
+        model_id = session.model_id
     if plot is not None:
-        draw_contexts(figures, packed.manifest.model_id, plot)
+        draw_contexts(figures, model_id, plot)
     lines = (
         [json.dumps(context_dict(figures, threads=threads))] if as_json else context_lines(figures)
     )
@@ -86,8 +79,38 @@ def _say_context(f: ContextFigures) -> None:
     )
 
 
-def follow(session: Session, prompt: Sequence[int], num_tokens: int) -> tuple[float, float]:
-    """Seconds from submission to the first and to the last token.
+def load_whole(config: Config, model: str, threads: int) -> LayerGroup:
+    """All layers and both ends of a model, to be computed by a kernel of their own."""
+    from services.cli.session import kernel_backend
+    from services.embedded import load_group
+    from services.loader.packed import open_packed
+    from services.loader.pull import resolve_model
+    from shared.model.config import ModelConfig
+    from shared.topology import even_layout
+
+    packed = open_packed(resolve_model(model, config.cache_dir), config.cache_dir)
+    num_layers = ModelConfig.from_dict(packed.manifest.config).num_hidden_layers
+    layout = even_layout(packed.manifest.model_id, num_layers, 1)
+    backend = kernel_backend(config, threads)
+    return load_group(packed.manifest, layout, 0, packed.read_shard, backend)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    """Seconds from submission to the first and to the last of the tokens."""
+
+    token_ids: list[int]
+    first_s: float
+    last_s: float
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token after the first."""
+        return (self.last_s - self.first_s) / (len(self.token_ids) - 1)
+
+
+def follow(session: Session, prompt: Sequence[int], num_tokens: int) -> TimedAnswer:
+    """Ask for so many greedy tokens.
 
     Without drafts: an answer that goes round in circles would flatter us beside a peer.
     """
@@ -102,8 +125,8 @@ def follow(session: Session, prompt: Sequence[int], num_tokens: int) -> tuple[fl
     started_s = time.perf_counter()
     session.producer.submit(request)
     arrivals = [
-        time.perf_counter() - started_s
+        (event.token_id, time.perf_counter() - started_s)
         for event in session.producer.events(request.request_id, on_silence=session.check)
         if isinstance(event, TokenEvent)
     ]
-    return arrivals[0], arrivals[-1]
+    return TimedAnswer([token_id for token_id, _ in arrivals], arrivals[0][1], arrivals[-1][1])

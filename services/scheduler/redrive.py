@@ -19,9 +19,10 @@ from services.scheduler.held import Held
 from services.scheduler.limits import SchedulerLimits
 from services.scheduler.prefixes import Prefixes
 from services.scheduler.records import plan_of
-from shared import codec, policy
+from shared import policy
 from shared.broker.base import Broker, Outgoing
 from shared.errors import PermanentError, StoreDamaged
+from shared.late_frame import Frame
 from shared.messages import FinishReason
 from shared.policy import End, Pace, Redrive, Running, Surroundings, Wait
 from shared.silence import Silence
@@ -283,7 +284,7 @@ class Redriver:
         if worker_id:
             step = replace(step, route=(worker_id,))
             queue, instead = inbox_queue(worker_id, 0), queue
-        confirm = self._broker.publish([Outgoing(queue, codec.encode(step), instead=instead)])
+        confirm = self._broker.publish([Outgoing(queue, Frame(step), instead=instead)])
         confirm.wait(self._limits.confirm_timeout_s)
 
     def _typical_s(self, running: Running) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from shared.broker.base import MAX_BODY_BYTES, Confirm, Delivery
 from shared.errors import ModelError
@@ -64,51 +64,39 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Rows `start .. start + num_rows` of a pending step, computed in one turn."""
+    """Rows `start .. start + num_rows` of a pending step, computed in one turn.
+
+    `position` is that of the first row, `end_position` the one after the last. `draft` are the
+    guessed tokens among its rows, which are the last ones, and `accepted` the tokens right before
+    its first row whose rows are not in the store yet. `completes` says whether the step is done
+    once this slice is; a draft may be cut short.
+    """
 
     pending: Pending
     start: int
     num_rows: int
+    request_id: str = field(init=False, compare=False, repr=False)
+    group: int = field(init=False, compare=False, repr=False)
+    position: int = field(init=False, compare=False)
+    end_position: int = field(init=False, compare=False)
+    draft: tuple[int, ...] = field(init=False, compare=False)
+    accepted: tuple[int, ...] = field(init=False, compare=False)
+    completes: bool = field(init=False, compare=False)
 
-    @property
-    def request_id(self) -> str:
-        return self.pending.step.request_id
-
-    @property
-    def group(self) -> int:
-        return self.pending.step.group
-
-    @property
-    def position(self) -> int:
-        """Token position of the slice's first row."""
-        return self.pending.step.position + self.start
-
-    @property
-    def end_position(self) -> int:
-        """The position after its last row."""
-        return self.position + self.num_rows
-
-    @property
-    def draft(self) -> tuple[int, ...]:
-        """The guessed tokens among its rows, which are the last ones."""
-        return self.pending.step.draft[: self.num_rows - 1]
-
-    @property
-    def accepted(self) -> tuple[int, ...]:
-        """The tokens right before its first row whose rows are not in the store yet."""
-        return () if self.start else self.pending.step.accepted
-
-    @property
-    def completes(self) -> bool:
-        """Whether the step is done once this slice is; a draft may be cut short."""
-        return (
-            bool(self.pending.step.draft)
-            or self.start + self.num_rows == self.pending.step.num_positions
-        )
+    def __post_init__(self) -> None:
+        step, keep = self.pending.step, object.__setattr__
+        keep(self, "request_id", step.request_id)
+        keep(self, "group", step.group)
+        keep(self, "position", step.position + self.start)
+        keep(self, "end_position", self.position + self.num_rows)
+        keep(self, "draft", step.draft[: self.num_rows - 1])
+        keep(self, "accepted", () if self.start else step.accepted)
+        is_last = self.start + self.num_rows == step.num_positions
+        keep(self, "completes", is_last or bool(step.draft))
 
     def without_draft(self) -> Slice:
         """The same with its known tokens alone."""
-        return replace(self, num_rows=self.num_rows - len(self.draft))
+        return Slice(self.pending, self.start, self.num_rows - len(self.draft))
 
 
 def max_slice_rows(row_bytes: int) -> int:
@@ -127,7 +115,7 @@ def max_slice_rows(row_bytes: int) -> int:
 
 
 def plan_batch(
-    pending: Sequence[Pending],
+    pending: Iterable[Pending],
     *,
     now_s: float,
     max_rows: int,
@@ -161,20 +149,14 @@ def plan_batch(
     ready = [item for item in pending if item.retry_at_s <= now_s]
     if not ready:
         return []
-    with_work = {item.step.group for item in ready}
-    group = next((g for g in group_order if g in with_work), ready[0].step.group)
-    candidates = [item for item in _first_of_each_request(ready) if item.step.group == group]
-    suspects = [item for item in candidates if item.is_suspect]
-    if suspects and (suspects_first or len(suspects) == len(candidates)):
-        # The one that waits longest for another look: a parked one would keep the others waiting.
-        candidates = [min(suspects, key=lambda item: item.retry_at_s)]
-    elif suspects:
-        candidates = [item for item in candidates if not item.is_suspect]
-    candidates = _in_order(candidates, max_batch_steps)
+    candidates = ready
+    if len(ready) > 1:  # else there is nothing to choose
+        candidates = _candidates(ready, group_order, suspects_first=suspects_first)
+        candidates = _in_order(candidates, max_batch_steps)
     slices: list[Slice] = []
     rows_left = max_rows
     prefill_left = max_rows if max_prefill_rows is None else max_prefill_rows
-    room = math.inf if max_positions is None else max_positions[group]
+    room = math.inf if max_positions is None else max_positions[candidates[0].step.group]
     for item in candidates[:max_sequences]:
         if item.is_prefill:
             bound = prefill_left
@@ -196,6 +178,22 @@ def plan_batch(
         room -= piece.end_position
         rows_left -= num_rows
     return slices
+
+
+def _candidates(
+    ready: Sequence[Pending], group_order: Sequence[int], *, suspects_first: bool
+) -> list[Pending]:
+    """Those of one group that may share a batch, in the order of their arrival."""
+    with_work = {item.step.group for item in ready}
+    group = next((g for g in group_order if g in with_work), ready[0].step.group)
+    candidates = [item for item in _first_of_each_request(ready) if item.step.group == group]
+    suspects = [item for item in candidates if item.is_suspect]
+    if suspects and (suspects_first or len(suspects) == len(candidates)):
+        # The one that waits longest for another look: a parked one would keep the others waiting.
+        return [min(suspects, key=lambda item: item.retry_at_s)]
+    if suspects:
+        candidates = [item for item in candidates if not item.is_suspect]
+    return candidates
 
 
 def _in_order(candidates: Sequence[Pending], max_batch_steps: int | None) -> list[Pending]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import structlog
 
 from services.worker.batch import Pending
-from shared import codec
+from shared import late_frame
 from shared.broker.base import Broker, Delivery
 from shared.dead_letters import DeadLetter
 from shared.errors import PermanentError, TransientError
@@ -110,7 +110,7 @@ class Inbox:
     def _admit(self, delivery: Delivery) -> None:
         began_ns = time.perf_counter_ns()
         try:
-            step = codec.decode(delivery.body)
+            step = late_frame.read(delivery.content)
         except PermanentError as error:
             self._refuse(delivery, str(error))
             return

@@ -132,7 +132,7 @@ class Output:
     def _write_rows(self, slices: Sequence[Slice]) -> None:
         if self._kv_pages is not None:
             write_rows(slices, self._cache_of, self._kv_pages, self._ledger)
-        self._stages.lap(REDIS)
+            self._stages.lap(REDIS)
         reached(self._faults, Point.WRITE, slices)
 
     def _commit_tokens(

@@ -14,9 +14,9 @@ import structlog
 
 from services.worker.router import Peer, choose_worker, worker_of
 from services.worker.stages import PUBLISH, Stages
-from shared import codec
 from shared.broker.base import Broker, Confirm, Outgoing
 from shared.errors import StoreDamaged, StoreUnavailable
+from shared.late_frame import Frame
 from shared.messages import Step
 from shared.silence import Silence
 from shared.store.presence_types import WorkerInfo
@@ -87,8 +87,8 @@ class Sender:
         worker_id = worker_of(step.route, step.group)
         if worker_id:
             inbox = inbox_queue(worker_id, step.group)
-            return Outgoing(inbox, codec.encode(step), instead=shared)
-        return Outgoing(shared, codec.encode(step))
+            return Outgoing(inbox, Frame(step), instead=shared)
+        return Outgoing(shared, Frame(step))
 
     def _refresh_when_due(self) -> None:
         now_s = self._clock()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from operator import add
 
 from services.worker.batch import Slice
 from shared.store.presence_types import STAGES
@@ -74,7 +75,9 @@ class Stages:
             self.num_turns += 1
             self.num_steps += num_steps
             turn_ns = self._turn_ns
-            sums_ns = [a + b * num_steps for a, b in zip(self._sums_ns, turn_ns, strict=True)]
+            if num_steps > 1:
+                turn_ns = [spent_ns * num_steps for spent_ns in turn_ns]
+            sums_ns = list(map(add, self._sums_ns, turn_ns))
             sums_ns[BROKER] += arriving_us * 1000
             sums_ns[QUEUE] += waiting_us * 1000 - decoding_ns
             sums_ns[DECODE] += decoding_ns

@@ -32,8 +32,7 @@ def next_group_step(piece: Slice, hidden: Mapping[str, npt.NDArray[Any]]) -> Ste
     `hidden` are the rows as tensors of the layout's wire.
     """
     step = piece.pending.step
-    return replace(
-        step,
+    return step.then(
         group=step.group + 1,
         position=piece.position,
         sample=step.sample and piece.completes,
@@ -49,8 +48,7 @@ def following_step(step: Step, *, token_ids: Sequence[int], num_computed: int) -
     The rows of the first `num_computed` tokens, drafted and accepted, are in the caches; the others
     are to be computed.
     """
-    return replace(
-        step,
+    return step.then(
         group=0,
         position=step.end_position + num_computed,
         sample=True,

@@ -66,20 +66,21 @@ def sample_and_commit(
     """
     if not pieces:
         return []
-    logits = layer_group.logits(rows)  # (R, V)
+    logits = layer_group.head(rows)  # (R, V)
     outcomes: list[Outcome] = [Ended()] * len(pieces)
     drawn: list[tuple[int, Commit, Sequence[LogitsProcessor]]] = []
     start = 0
     for number, piece in enumerate(pieces):
         end, step = start + 1 + len(piece.draft), piece.pending.step
-        row, start = logits[start:end], end
+        mine, start = slice(start, end), end
         try:
             processors = shaping.take(step)
         except (StoreDamaged, DecodeError) as error:  # of this request alone
             outcomes[number] = OutOfOrder(str(error))
             continue
         if processors is not None:
-            drawn.append((number, _draw(step, piece.draft, row, processors), processors))
+            commit = _draw(step, piece.draft, logits.values[mine], logits.largest[mine], processors)
+            drawn.append((number, commit, processors))
     stages.lap(COMPUTE)
     results = ledger.commit_all([commit for _, commit, _ in drawn]) if drawn else []
     stages.lap(REDIS)
@@ -116,9 +117,11 @@ def _draw(
     step: Step,
     draft: Sequence[int],
     logits: npt.NDArray[np.float32],
+    largest: Sequence[int],
     processors: Sequence[LogitsProcessor],
 ) -> Commit:
     """The tokens that follow, from logits (1 + len(draft), V), and why the request ends with them.
+    `largest` are those of the rows.
 
     A row counts as long as the tokens before it are those that it was computed from. The
     `processors` have seen those before the step's end, and see those that are drawn.
@@ -127,7 +130,7 @@ def _draw(
     assert params.seed is not None, "a step always carries its seed"
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    for row, guessed in zip(logits, (*draft, None), strict=True):
+    for row, most, guessed in zip(logits, largest, (*draft, None), strict=True):
         position = step.end_position + len(token_ids)
         token_id = sample(
             row,
@@ -138,6 +141,7 @@ def _draw(
             position=position,
             min_p=params.min_p,
             processors=processors,
+            largest=most,
         )
         token_ids.append(token_id)
         if params.logprobs is not None:

@@ -260,7 +260,7 @@ class Worker:
         self._inbox.receive(timeout_s, now_s=self._clock())
         now_s, max_rows = self._clock(), self._limits.max_batch_rows
         slices = plan_batch(
-            self._inbox.items(),
+            self._inbox,
             now_s=now_s,
             max_rows=max_rows,
             max_slice_rows=self._max_slice_rows,

@@ -1,5 +1,8 @@
 """What every broker promises. Bodies are bytes here: a broker knows no message and no model.
 
+A sender may leave the making of bytes to whoever looks. A broker that needs none hands on what it
+was given.
+
 The promises, held by one contract suite for every variant:
 
 1. `publish` returns a `Confirm`; when `wait` returns, the broker has the message. A message whose
@@ -30,16 +33,29 @@ MAX_BODY_BYTES = 8 << 20
 Headers = tuple[tuple[str, str], ...]
 
 
+class LateBody(Protocol):
+    """A body whose bytes are made when somebody asks for them, and are the same ever after."""
+
+    def __bytes__(self) -> bytes: ...
+
+    def may_be_over(self, max_bytes: int) -> bool:
+        """Whether they could be more than that; says so without making them."""
+
+
+Content = bytes | LateBody
+
+
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to publish to one queue. `persistent` survives a broker restart.
+    """A message to publish to one queue; its bytes are `body`. `persistent` survives a broker
+    restart.
 
     `instead` is the queue for it should `queue` not exist; "" is none. `headers` travel beside the
     body, and stay with it whatever queue it moves to.
     """
 
     queue: str
-    body: bytes
+    content: Content
     persistent: bool = False
     content_type: str = "application/msgpack"
     correlation_id: str = ""
@@ -47,10 +63,15 @@ class Outgoing:
     headers: Headers = ()
     instead: str = ""
 
+    @property
+    def body(self) -> bytes:
+        return bytes(self.content)
+
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A message as it was delivered. `tag` is for the broker that delivered it alone.
+    """A message as it was delivered; its bytes are `body`. `tag` is for the broker that delivered
+    it alone.
 
     `handed_over_from` is the queue it was first published to, if its time limit or a reject moved
     it here, else "": `redelivered` then tells only what happened here. `sent_unix_us` is when
@@ -59,7 +80,7 @@ class Delivery:
     """
 
     queue: str
-    body: bytes
+    content: Content
     redelivered: bool
     content_type: str
     correlation_id: str
@@ -69,6 +90,10 @@ class Delivery:
     handed_over_from: str = ""
     sent_unix_us: int = 0
     arrived_unix_us: int = 0
+
+    @property
+    def body(self) -> bytes:
+        return bytes(self.content)
 
 
 def refuse_oversized(messages: Sequence[Outgoing]) -> None:

@@ -12,7 +12,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from shared.broker.base import Confirm, Delivery, Outgoing, refuse_oversized
+from shared.broker.base import (
+    MAX_BODY_BYTES,
+    Confirm,
+    Content,
+    Delivery,
+    Outgoing,
+    refuse_oversized,
+)
 from shared.broker.memory_hub import HubConsumer, HubMessage, MemoryHub
 from shared.errors import BrokerUnavailable, CellpipeError, ConfigError
 from shared.topology import QueueSpec
@@ -43,6 +50,7 @@ class MemoryBroker:
         self._consumers: dict[str, HubConsumer] = {}
         # Cancelled, but with deliveries that were taken and may still be settled.
         self._draining: list[HubConsumer] = []
+        self._is_waiting = False  # in `take`; it mostly is not, and asking a condition costs more
         self._closed = False
 
     def declare(self, queues: Sequence[QueueSpec]) -> None:
@@ -58,7 +66,7 @@ class MemoryBroker:
                     )
 
     def publish(self, messages: Sequence[Outgoing]) -> Confirm:
-        refuse_oversized(messages)
+        refuse_oversized([message for message in messages if _may_be_oversized(message.content)])
         with self._hub.lock:
             if self._closed:
                 return _Settled(BrokerUnavailable("the broker is closed"))
@@ -91,7 +99,7 @@ class MemoryBroker:
             self._hub.give_back(consumer.queue, [consumer.held.pop(number) for number in untaken])
 
     def take(self, timeout_s: float) -> Delivery | None:
-        give_up_at_s = time.monotonic() + timeout_s
+        give_up_at_s: float | None = None
         with self._hub.lock:
             while True:
                 next_expiry_s = self._hub.keep_time()
@@ -99,10 +107,15 @@ class MemoryBroker:
                     raise BrokerUnavailable("the broker is closed")
                 if self._inbox:
                     return self._inbox.popleft()
-                left_s = give_up_at_s - time.monotonic()
+                now_s = time.monotonic()
+                if give_up_at_s is None:
+                    give_up_at_s = now_s + timeout_s
+                left_s = give_up_at_s - now_s
                 if left_s <= 0:
                     return None
+                self._is_waiting = True
                 self._arrived.wait(left_s if next_expiry_s is None else min(left_s, next_expiry_s))
+                self._is_waiting = False
 
     def ack(self, delivery: Delivery) -> None:
         with self._hub.lock:
@@ -151,7 +164,7 @@ class MemoryBroker:
         self._inbox.append(
             Delivery(
                 sent.queue,
-                sent.body,
+                sent.content,
                 message.num_returns > 0,
                 sent.content_type,
                 sent.correlation_id,
@@ -161,11 +174,12 @@ class MemoryBroker:
                 message.first_queue,
             )
         )
-        self._arrived.notify()
+        self.wake()
 
     def wake(self) -> None:
         """For the hub, which holds the lock: look at the time again."""
-        self._arrived.notify()
+        if self._is_waiting:
+            self._arrived.notify()
 
     def _release(self, delivery: Delivery) -> HubMessage | None:
         """End a delivery's hold on its message; None when it has none any more."""
@@ -183,3 +197,7 @@ class MemoryBroker:
     def _require_open(self) -> None:
         if self._closed:
             raise BrokerUnavailable("the broker is closed")
+
+
+def _may_be_oversized(content: Content) -> bool:
+    return isinstance(content, bytes) or content.may_be_over(MAX_BODY_BYTES)

@@ -24,7 +24,7 @@ from shared.kernel.arrays import (
 )
 from shared.kernel.chunks import aligned_zeros
 from shared.kernel.matrix import Float32, PackedMatrix
-from shared.kernel.weights import GroupWeights, PagedSlice
+from shared.kernel.weights import GroupWeights, Logits, PagedSlice
 
 _KINDS = {"f32": lib.CP_KIND_F32, "int4": lib.CP_KIND_INT4, "int8": lib.CP_KIND_INT8}
 _PATHS = {
@@ -125,13 +125,14 @@ class NativeGroup:
             )
         )
 
-    def logits(self, hidden_rows: Float32) -> Float32:
+    def head(self, hidden_rows: Float32) -> Logits:
         weights = self._weights
         assert weights.head is not None, "this group has no head"
         assert weights.final_norm is not None
         check_array("hidden rows", hidden_rows, FLOAT32, (None, weights.head.cols))
         num_rows = len(hidden_rows)
         out = np.empty((num_rows, weights.head.rows), np.float32)
+        largest = ffi.new("int32_t[]", num_rows)
         scratch, size = self._scratch_of(lib.cp_logits_scratch(self._engine, self._head, num_rows))
         self._check(
             lib.cp_logits(
@@ -142,12 +143,13 @@ class NativeGroup:
                 _floats(hidden_rows),
                 num_rows,
                 _floats(out),
+                largest,
                 scratch,
                 size,
                 self._fault,
             )
         )
-        return out
+        return Logits(out, list(largest))
 
     def _make_group(self) -> Any:
         weights, shape = self._weights, self._weights.shape

@@ -76,6 +76,14 @@ class PagedSlice:
     num_rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Finite logits (n, V), and of each row the lowest id of its largest."""
+
+    values: Float32
+    largest: Sequence[int]
+
+
 class BoundGroup(Protocol):
     """A layer group made ready by a backend. Not thread-safe: scratch memory is kept."""
 
@@ -89,8 +97,8 @@ class BoundGroup(Protocol):
         use.
         """
 
-    def logits(self, hidden_rows: Float32) -> Float32:
-        """(n, D) -> (n, V)."""
+    def head(self, hidden_rows: Float32) -> Logits:
+        """(n, D) -> (n, V). Raises `KernelError` when a value is not finite."""
 
 
 class KernelBackend(Protocol):

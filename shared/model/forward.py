@@ -23,7 +23,7 @@ from shared.kernel.reference import (
     silu,
 )
 from shared.kernel.reference_attention import attention, store_kv
-from shared.kernel.weights import GroupWeights, LayerWeights, PagedSlice
+from shared.kernel.weights import GroupWeights, LayerWeights, Logits, PagedSlice
 
 
 class ReferenceBackend:
@@ -59,14 +59,14 @@ class ReferenceGroup:
                 raise KernelError(f"layer {index} of the group: {error}") from error
         hidden[:] = x
 
-    def logits(self, hidden_rows: Float32) -> Float32:
+    def head(self, hidden_rows: Float32) -> Logits:
         weights = self._weights
         assert weights.head is not None, "this group has no head"
         assert weights.final_norm is not None
         x = quantize_activations(self._norm(hidden_rows, weights.final_norm), terms=2)
         out = matmul(weights.head, x)
         require_finite(out)
-        return out
+        return Logits(out, np.argmax(out, axis=1).tolist())
 
     def _layer(
         self, index: int, layer: LayerWeights, x: Float32, slices: Sequence[PagedSlice]

@@ -50,19 +50,17 @@ class SequenceCache:
     def adopt_pages(self, pages: Sequence[Page]) -> None:
         """Begin with full pages that other sequences hold too; nobody writes to them again."""
         assert not self.pages, "only a new cache begins with pages of others"
-        self.pages = list(pages)
+        self._add(pages)
         self.num_positions = len(pages) * PAGE_POSITIONS
-        self._note_addresses()
 
     def ensure_capacity(self, end_position: int) -> None:
         """Make pages for positions 0..end_position-1."""
         wanted = -(-end_position // PAGE_POSITIONS)
         if wanted <= len(self.pages):
             return
-        self.pages += [
-            aligned_zeros(self._page_shape, np.uint16) for _ in range(wanted - len(self.pages))
-        ]
-        self._note_addresses()
+        self._add(
+            [aligned_zeros(self._page_shape, np.uint16) for _ in range(wanted - len(self.pages))]
+        )
 
     def advance(self, end_position: int) -> None:
         """Declare rows 0..end_position-1 valid: the kernel has written them."""
@@ -77,7 +75,7 @@ class SequenceCache:
         wanted = -(-self.num_positions // PAGE_POSITIONS)
         if wanted < len(self.pages):
             del self.pages[wanted:]
-            self._note_addresses()
+            self.page_addresses = self.page_addresses[:wanted]
 
     def export_rows(self, start: int, stop: int) -> bytes:
         """Rows start..stop-1 as the store keeps them. Raises `KvMissing` for rows not here."""
@@ -122,5 +120,7 @@ class SequenceCache:
             start += end - first
         return spans
 
-    def _note_addresses(self) -> None:
-        self.page_addresses = np.array([page.ctypes.data for page in self.pages], np.uintp)
+    def _add(self, pages: Sequence[Page]) -> None:
+        self.pages += pages
+        addresses = np.array([page.ctypes.data for page in pages], np.uintp)
+        self.page_addresses = np.concatenate([self.page_addresses, addresses])

@@ -20,6 +20,7 @@ from shared.kernel.weights import (
     GroupWeights,
     KernelBackend,
     LayerWeights,
+    Logits,
     PagedSlice,
 )
 from shared.manifest import Manifest
@@ -136,11 +137,15 @@ class LayerGroup:
 
     def logits(self, hidden_rows: Float32) -> Float32:
         """(n, D) of the last layer -> (n, V): final norm and head. Raises `KernelError`."""
+        return self.head(hidden_rows).values
+
+    def head(self, hidden_rows: Float32) -> Logits:
+        """`logits`, and which are the largest."""
         if hidden_rows.ndim != 2 or hidden_rows.shape[1] != self.config.hidden_size:
             raise KernelError(
                 f"hidden rows must be (n, {self.config.hidden_size}), got {_form(hidden_rows)}"
             )
-        return self._kernel.logits(hidden_rows)
+        return self._kernel.head(hidden_rows)
 
     def _check_batch(self, hidden: Float32, sequences: Sequence[SequenceSlice]) -> None:
         num_rows = sum(part.num_rows for part in sequences)

@@ -42,16 +42,20 @@ def sample(
     position: int,
     min_p: float = 0.0,
     processors: Sequence[LogitsProcessor] = (),
+    largest: int | None = None,
 ) -> int:
     """Draw a token id from logits (V,), which stay as they are.
+
+    `largest` is the lowest id of the largest of them, from whoever has seen that all are finite.
 
     temperature 0 is greedy (the lowest id of the largest logit); top_k 0, top_p 1 and min_p 0 are
     off. `position` is that of the token that is drawn; the `processors` have seen those before it.
     Raises `KernelError` for logits not finite, or when a processor leaves none.
     """
-    largest = int(np.argmax(logits))  # of the first NaN, if there is one
-    if not (math.isfinite(logits[largest]) and math.isfinite(logits.min())):
-        raise KernelError("logits are not finite")
+    if largest is None:
+        largest = int(np.argmax(logits))  # of the first NaN, if there is one
+        if not (math.isfinite(logits[largest]) and math.isfinite(logits.min())):
+            raise KernelError("logits are not finite")
     if processors:
         logits = logits.copy()
         for processor in processors:

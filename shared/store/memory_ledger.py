@@ -58,6 +58,7 @@ class MemoryLedger:
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         self._readers: dict[str, _Readers] = {}
+        self._pausing: dict[str, _Readers] = {}
         self._followers = _Readers(threading.Condition(self._lock))  # each of many requests
         self._sweep_at_s = clock() + SWEEP_EVERY_S
 
@@ -69,9 +70,8 @@ class MemoryLedger:
     def num_readers(self) -> int:
         """How many readers wait."""
         with self._lock:
-            return self._followers.num_waiting + sum(
-                readers.num_waiting for readers in self._readers.values()
-            )
+            waiting = [self._followers, *self._readers.values(), *self._pausing.values()]
+            return sum(readers.num_waiting for readers in waiting)
 
     def admit(self, record: LedgerRecord) -> bool:
         with self._lock:
@@ -112,7 +112,8 @@ class MemoryLedger:
                 return Unknown()
             if entry.epoch != epoch:
                 return Fenced(entry.epoch)
-            committed, num_prompt = entry.committed, entry.num_prompt
+            num_prompt = entry.num_prompt
+            committed = num_prompt + len(entry.generated) - 1
             if num_prompt <= position <= committed and position == entry.first:
                 won = entry.generated[position - num_prompt :]
                 return AlreadyCommitted(tuple(won), entry.finish_reason)
@@ -125,12 +126,12 @@ class MemoryLedger:
             entry.generated += array("i", token_ids)
             entry.logprobs += [each.packed for each in logprobs]
             entry.first = position
-            passed = entry.committed // RENEW_EVERY - committed // RENEW_EVERY
+            passed = (committed + len(token_ids)) // RENEW_EVERY - committed // RENEW_EVERY
             if finish is not None:
                 self._end(entry, finish)
             elif position == num_prompt or passed:
                 entry.expires_at_s = self._clock() + self._running_ttl_s
-            self._wake(request_id)
+            self._wake(request_id, is_end=finish is not None)
             return Committed()
 
     def commit_all(self, commits: Sequence[Commit]) -> list[CommitResult | StoreDamaged]:
@@ -148,7 +149,7 @@ class MemoryLedger:
                 return False
             entry.error, entry.error_code = error[:MAX_ERROR_CHARS], code
             self._end(entry, reason)
-            self._wake(request_id)
+            self._wake(request_id, is_end=True)
             return True
 
     def note_cached(self, request_id: str, num_cached: int) -> None:
@@ -173,7 +174,12 @@ class MemoryLedger:
         with self._lock:
             events = self._events(request_id, last_seen, count)
             if not events and block_ms > 0:
-                self._wait(request_id, last_seen, block_ms / 1000)
+                self._wait(
+                    self._readers,
+                    request_id,
+                    lambda: self._events(request_id, last_seen, 1),
+                    block_ms / 1000,
+                )
                 events = self._events(request_id, last_seen, count)
             return events
 
@@ -209,6 +215,11 @@ class MemoryLedger:
             entry = self._entry(request_id)
             return [] if entry is None else entry.generated.tolist()
 
+    def pause(self, request_id: str, timeout_s: float) -> None:
+        """Sleep so long, or until the request has ended; its tokens wake nobody here."""
+        with self._lock:
+            self._wait(self._pausing, request_id, lambda: self._has_ended(request_id), timeout_s)
+
     # All below expect the caller to hold the lock.
 
     def _entry(self, request_id: str) -> Entry | None:
@@ -240,7 +251,7 @@ class MemoryLedger:
             error_code=record.error_code,
             error_param=record.error_param,
         )
-        self._wake(record.request_id)
+        self._wake(record.request_id, is_end=True)
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:
         entry.finish_reason = reason
@@ -264,22 +275,34 @@ class MemoryLedger:
         found = {i: self._events(i, last_seen, count) for i, last_seen in after.items()}
         return {request_id: events for request_id, events in found.items() if events}
 
-    def _wait(self, request_id: str, after: EventId, timeout_s: float) -> None:
-        """Until there is an event after `after`; lets go of the lock meanwhile."""
-        readers = self._readers.get(request_id)
+    def _has_ended(self, request_id: str) -> bool:
+        entry = self._entry(request_id)
+        return entry is not None and entry.final is not None
+
+    def _wait(
+        self,
+        waiting: dict[str, _Readers],
+        request_id: str,
+        come: Callable[[], object],
+        timeout_s: float,
+    ) -> None:
+        """Until `come()` says so; lets go of the lock meanwhile."""
+        readers = waiting.get(request_id)
         if readers is None:
-            readers = self._readers[request_id] = _Readers(threading.Condition(self._lock))
+            readers = waiting[request_id] = _Readers(threading.Condition(self._lock))
         readers.num_waiting += 1
         try:
-            readers.woken.wait_for(lambda: self._events(request_id, after, 1), timeout_s)
+            readers.woken.wait_for(come, timeout_s)
         finally:
             readers.num_waiting -= 1
             if not readers.num_waiting:
-                del self._readers[request_id]
+                del waiting[request_id]
 
-    def _wake(self, request_id: str) -> None:
+    def _wake(self, request_id: str, *, is_end: bool = False) -> None:
         if readers := self._readers.get(request_id):
             readers.woken.notify_all()
+        if is_end and (pausing := self._pausing.get(request_id)):
+            pausing.woken.notify_all()
         if self._followers.num_waiting:
             self._followers.woken.notify_all()
 

@@ -108,6 +108,37 @@ def test_bodies_of_every_size_arrive_whole(broker: Broker, queue: str, num_bytes
     assert take(broker).body == body
 
 
+class Late:
+    """A body that is made when somebody asks."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    def __bytes__(self) -> bytes:
+        return self._body
+
+    def may_be_over(self, max_bytes: int) -> bool:
+        return len(self._body) > max_bytes
+
+
+def test_a_body_that_is_made_late_arrives_as_its_bytes(
+    world: World, broker: Broker, queue: str
+) -> None:
+    heir = world.broker()
+    broker.consume(queue, prefetch=1)
+
+    broker.publish([Outgoing(queue, Late(b"late"))]).wait(WAIT_S)
+    first = take(broker)
+    broker.cancel(queue)
+    heir.consume(queue, prefetch=1)
+    broker.reject(first, requeue=True)
+    again = take(heir)
+
+    assert (first.body, again.body, again.redelivered) == (b"late", b"late", True)
+    with pytest.raises(ValueError, match=queue):
+        broker.publish([Outgoing(queue, Late(bytes(MAX_BODY_BYTES + 1)))])
+
+
 def test_a_body_over_the_limit_is_refused_before_it_is_sent(broker: Broker, queue: str) -> None:
     with pytest.raises(ValueError, match=queue):
         broker.publish([Outgoing(queue, bytes(MAX_BODY_BYTES + 1))])

@@ -89,6 +89,7 @@ typedef struct {
     cp_layer layers[8];
     cp_matrix head;
     float *final_norm, *hidden, *want_hidden, *want_logits;
+    int32_t *want_largest;
     int32_t num_rows[2], pages_each;
     size_t page_values;
     uint16_t *want_pages;
@@ -135,6 +136,9 @@ static model *read_model(void)
     t->hidden = floats(n * d);
     t->want_hidden = floats(n * d);
     t->want_logits = floats(n * (size_t)t->head.rows);
+    t->want_largest = room(n * sizeof(int32_t));
+    for (i = 0; i < n; i++)
+        t->want_largest[i] = number();
     t->page_values = (size_t)(g->num_layers * g->num_kv_heads * 2 * 16 * g->head_dim);
     n = 2 * (size_t)t->pages_each * t->page_values;
     t->want_pages = room(n * 2);
@@ -153,6 +157,7 @@ static void test_model(cp_engine *engine, int32_t path, int32_t threads, const m
     uint16_t *pages = room(pages_bytes), *addresses[2][8];
     cp_sequence sequences[2];
     float *hidden = room(n), *logits;
+    int32_t *largest = room((size_t)rows * sizeof(int32_t));
     uint64_t size = cp_forward_scratch(engine, &t->group, rows);
     cp_fault fault;
     int code, s;
@@ -173,8 +178,10 @@ static void test_model(cp_engine *engine, int32_t path, int32_t threads, const m
     logits = room(logits_bytes);
     size = cp_logits_scratch(engine, &t->head, rows);
     code = cp_logits(engine, &t->head, t->final_norm, t->group.norm_eps, t->want_hidden, rows,
-                     logits, room((size_t)size), size, &fault);
+                     logits, largest, room((size_t)size), size, &fault);
     check("logits", path, threads, code, logits, t->want_logits, logits_bytes);
+    check("largest logits", path, threads, code, largest, t->want_largest,
+          (size_t)rows * sizeof(int32_t));
 }
 
 int main(int argc, char **argv)

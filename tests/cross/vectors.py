@@ -90,7 +90,8 @@ def model_case(seed: int, **changes: object) -> bytes:
         parts += [floats(layer.input_norm), floats(layer.post_norm)]
         parts += [packed(getattr(layer, name)) for name in MATRICES]
     parts += [floats(w.final_norm), packed(w.head), ints(*NUM_ROWS, PAGES_EACH)]
-    parts += [floats(hidden), floats(want), floats(bound.logits(want))]
+    head = bound.head(want)
+    parts += [floats(hidden), floats(want), floats(head.values), ints(*head.largest)]
     parts += [page.astype("<u2").tobytes() for cache in caches for page in cache.pages]
     return b"".join(parts)
 

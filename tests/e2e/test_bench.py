@@ -44,6 +44,9 @@ def test_bench_of_the_pipeline_gives_tokens_per_second(
     (figures,) = json.loads(result.stdout)["results"]
     assert figures["tokens"] == int(tokens)
     assert figures["cellpipe_tokens_per_s"] > 0
+    if what == "decode":
+        assert figures["kernel_tokens_per_s"] > 0
+        assert figures["overhead_share"] < 1
 
 
 def test_a_peer_is_run_in_turns_and_compared(tmp_path: Path) -> None:

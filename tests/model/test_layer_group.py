@@ -55,6 +55,16 @@ def group(request: pytest.FixtureRequest, model: TinyModel) -> LayerGroup:
     return load_group(model, path, num_threads=num_threads)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@every_path
+def test_of_equal_logits_the_first_is_the_largest(path: str, num_threads: int) -> None:
+    group = load_group(tiny_model(3), path, num_threads=num_threads)
+    silence = np.zeros((2, group.config.hidden_size), np.float32)  # logits of 0 and -0
+
+    assert not group.logits(silence).any()
+    assert group.head(silence).largest == [0, 0]
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @every_path
@@ -69,6 +79,7 @@ def test_native_equals_the_reference(path: str, num_threads: int, variant: str) 
     assert hidden.tobytes() == want_hidden.tobytes()
     assert rows == want_rows
     assert native.logits(hidden).tobytes() == reference.logits(hidden).tobytes()
+    assert native.head(hidden).largest == reference.head(hidden).largest
     assert np.isfinite(hidden).all()
     assert len(np.unique(hidden)) > hidden.size // 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from shared.codec import JSON, MSGPACK, decode, encode, encode_json, request_id_of
 from shared.errors import DecodeError, PermanentError, RequestError
+from shared.late_frame import Frame, read
 from shared.messages import (
     ChatMessage,
     FinishReason,
@@ -237,6 +239,34 @@ def steps(draw: st.DrawFn) -> Step:
 @given(st.one_of(steps(), requests, replies))
 def test_any_message_survives_the_wire(message: Message) -> None:
     assert_same(decode(encode(message)), message)
+
+
+@settings(deadline=None)  # other processes may hold the cores
+@given(steps())
+def test_a_frame_that_is_made_late_is_the_same(step: Step) -> None:
+    late = Frame(step)
+    unread = read(late)
+    could_be_longer_by_one = late.may_be_over(len(encode(step)) - 1)
+
+    body = bytes(late)
+
+    assert unread is step
+    assert could_be_longer_by_one
+    assert body == encode(step)
+    assert bytes(late) is body
+    assert_same(read(late), step)
+
+
+@pytest.mark.parametrize("step", [v for v in EXAMPLES.values() if isinstance(v, Step)])
+def test_a_short_frame_need_not_be_made_to_know_that_it_is_short(step: Step) -> None:
+    assert not Frame(step).may_be_over(4096)
+
+
+def test_a_frame_that_nobody_could_read_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        Frame(replace(STEP, tensors={"hidden": np.zeros((1, 2))}))
+    with pytest.raises(ValueError, match="limits"):
+        Frame(replace(STEP, tensors={"hidden": np.zeros((1, 1, 1, 1, 1), np.float32)}))
 
 
 @settings(deadline=None)  # other processes may hold the cores

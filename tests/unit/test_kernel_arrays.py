@@ -130,7 +130,7 @@ def test_logits_refuse_rows_that_they_would_misread(
     rows = np.ones((ROWS, weights.shape.hidden_size), np.float32)
 
     with pytest.raises(KernelError):
-        group.logits(WRONG_HIDDEN[how](rows))
+        group.head(WRONG_HIDDEN[how](rows))
 
 
 @pytest.mark.parametrize(

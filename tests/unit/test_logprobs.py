@@ -199,7 +199,7 @@ def test_control_tokens_are_written_with_their_names() -> None:
     assert token_text(end, TOKENIZER) == "<|im_end|>"
 
 
-@given(st.floats(-(2.0**100), 0, width=32))
+@given(st.floats(-(2.0**100), 0, width=32, allow_subnormal=False))
 def test_numbers_are_as_short_as_they_can_be_and_stay_what_they_are(value: float) -> None:
     assert F(shortest(value)) == F(value)
     assert math.isclose(shortest(value), value, rel_tol=1e-6)

@@ -19,6 +19,7 @@ from shared.store.ledger import Ledger
 from shared.store.ledger_base import START, RequestLedger
 from shared.store.ledger_types import Committed, Event, FinalEvent, LedgerRecord, TokenEvent
 from shared.store.memory_ledger import SWEEP_EVERY_S, MemoryLedger
+from tests.waiting import wait_until
 
 LATE = "late"
 NAMES = ("a", "b")
@@ -250,3 +251,24 @@ def test_a_reader_is_woken_by_the_end(end: str) -> None:
         (event,) = waiting.result(5)
 
     assert isinstance(event, FinalEvent)
+
+
+@pytest.mark.parametrize("end", ["commit", "finish"])
+def test_a_pause_is_over_with_the_request_and_not_with_its_tokens(end: str) -> None:
+    ledger = MemoryLedger()
+    ledger.admit(record_of("r"))
+    with ThreadPoolExecutor(1) as pool:
+        pausing = pool.submit(ledger.pause, "r", 30.0)
+        wait_until(lambda: ledger.num_readers == 1, "it pauses")
+
+        ledger.commit("r", 0, 2, [5])
+        still_paused = not pausing.done() and ledger.num_readers == 1
+        if end == "commit":
+            ledger.commit("r", 0, 3, [6], FinishReason.STOP)
+        else:
+            ledger.finish("r", FinishReason.ABORT)
+        pausing.result(5)
+
+    assert still_paused
+    assert ledger.num_readers == 0
+    ledger.pause("r", 30.0)  # ended: no time passes

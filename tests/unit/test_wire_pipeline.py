@@ -13,6 +13,8 @@ from services.chaos.reference import ReferenceModel
 from services.worker.limits import WorkerLimits
 from shared import codec
 from shared.dead_letters import DeadLetter
+from shared.late_frame import Frame
+from shared.messages import Step
 from shared.store.prefix_pages import page_digests
 from shared.topology import DEAD_QUEUE, Wire, even_layout, group_queues
 from shared.wire import encode_hidden, row_bytes
@@ -183,6 +185,26 @@ def test_the_widest_model_sends_no_message_that_is_too_large(wire: Wire) -> None
     assert max(sizes) < 8 << 20
     assert max(sizes) > 7 << 20 or wire is not Wire.F32
     assert sum(sizes) > 140 * row_bytes(wire, 16384)
+
+
+@pytest.mark.parametrize("wire", Wire)
+def test_a_step_is_encoded_in_one_process_only_if_somebody_looks(wire: Wire) -> None:
+    rig = Rig(2, wire=wire)
+    rig.add_worker(0)
+
+    rig.start("a", prompt_of(5), GREEDY)
+    rig.run_until(lambda: rig.num_ready(rig.queue(1)) == 1)
+    (delivery,) = rig.take_deliveries(rig.queue(1))
+
+    assert isinstance(delivery.content, Frame)
+    step = delivery.content.step()
+    assert step is not None
+    looked_at = codec.decode(delivery.body)
+    assert isinstance(looked_at, Step)
+    assert looked_at.tensors.keys() == step.tensors.keys()
+    for name, tensor in step.tensors.items():
+        assert looked_at.tensors[name].tobytes() == tensor.tobytes()
+    assert replace(looked_at, tensors=step.tensors) == step
 
 
 def test_the_widest_model_answers() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from services.worker.limits import WorkerLimits
 from shared.errors import KernelError, StoreUnavailable
+from shared.kernel.weights import Logits
 from shared.messages import FinishReason
 from shared.store import keys
 from shared.topology import DEAD_QUEUE
@@ -45,10 +46,10 @@ class WildHead:
         self._inner = inner
         self._is_bad = is_bad
 
-    def logits(self, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def head(self, rows: npt.NDArray[np.float32]) -> Logits:
         if any(self._is_bad(row) for row in rows):
             raise KernelError("logits are not finite")
-        return self._inner.logits(rows)
+        return self._inner.head(rows)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -121,8 +121,8 @@ class Publisher:
 
     def publish(self, messages: Sequence[Outgoing]) -> PendingConfirm:
         """Any thread. The messages leave on the IO thread, in order."""
-        refuse_oversized(messages)
         confirm = PendingConfirm(len(messages), time.monotonic() + self._confirm_timeout_s)
+        refuse_oversized(messages)  # makes their bytes: the IO thread has enough to do
         if self._closed:
             confirm.give_up("the broker is closed")
         elif messages:

@@ -102,10 +102,10 @@ int cp_embed(const cp_matrix *matrix, const int32_t *token_ids, int32_t n, float
 
 uint64_t cp_logits_scratch(const cp_engine *engine, const cp_matrix *head, int32_t num_rows);
 
-/* out (n, V) = head x rms_norm(rows (n, D)). */
+/* out (n, V) = head x rms_norm(rows (n, D)); largest (n): the lowest id of each row's largest. */
 int cp_logits(cp_engine *engine, const cp_matrix *head, const float *norm, float norm_eps,
-              const float *rows, int32_t n, float *out, void *scratch, uint64_t scratch_bytes,
-              cp_fault *fault);
+              const float *rows, int32_t n, float *out, int32_t *largest, void *scratch,
+              uint64_t scratch_bytes, cp_fault *fault);
 
 /* Single operations, for tests that hold them against the reference, and for measuring. x is
  * quantised to `terms` (1 or 2) bytes. */

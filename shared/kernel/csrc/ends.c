@@ -12,7 +12,27 @@ typedef struct {
     float *normed;
     cp_acts acts;
     float *out;
+    int32_t *largest; /* (threads, R): of each one's share of the outputs, -1 for none; or NULL */
 } ends_job;
+
+/* The first of the largest of x (n), all finite. */
+static int32_t largest_of(const float *x, int32_t n)
+{
+    float lanes[16], most = x[0];
+    int32_t i, j;
+    for (j = 0; j < 16; j++)
+        lanes[j] = x[0];
+    for (i = 0; i + 16 <= n; i += 16)
+        for (j = 0; j < 16; j++)
+            lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
+    for (j = 0; j < 16; j++)
+        most = lanes[j] > most ? lanes[j] : most;
+    for (; i < n; i++)
+        most = x[i] > most ? x[i] : most;
+    for (i = 0; x[i] != most; i++)
+        ;
+    return i;
+}
 
 /* out = matrix x (x or rms_norm(x)). */
 static void multiply_rows(cp_team *team, int32_t me, void *context)
@@ -39,10 +59,16 @@ static void multiply_rows(cp_team *team, int32_t me, void *context)
     cp_multiply(path, m, &job->acts, job->out, first, end);
     first_col = first * CP_BLOCK;
     end_col = end * CP_BLOCK < m->rows ? end * CP_BLOCK : m->rows;
-    for (r = 0; r < job->acts.rows && first_col < end_col; r++)
-        if (!path->all_finite(job->out + (size_t)r * (size_t)m->rows + first_col,
-                              end_col - first_col))
+    for (r = 0; r < job->acts.rows; r++) {
+        const float *out = job->out + (size_t)r * (size_t)m->rows + first_col;
+        int32_t largest = -1;
+        if (first_col < end_col && !path->all_finite(out, end_col - first_col))
             cp_blame(team, r);
+        else if (first_col < end_col && job->largest)
+            largest = first_col + largest_of(out, end_col - first_col);
+        if (job->largest)
+            job->largest[(size_t)me * (size_t)job->acts.rows + (size_t)r] = largest;
+    }
 }
 
 static ends_job take_job(cp_arena *arena, const cp_engine *engine, const cp_matrix *matrix,
@@ -51,9 +77,11 @@ static ends_job take_job(cp_arena *arena, const cp_engine *engine, const cp_matr
     ends_job job = {0};
     job.path = cp_engine_path(engine);
     job.matrix = matrix;
-    job.normed = NULL;
-    if (normed)
-        job.normed = cp_take(arena, (uint64_t)rows * (uint64_t)matrix->cols, sizeof(float));
+    if (normed) {
+        uint64_t n = (uint64_t)rows, threads = (uint64_t)cp_engine_threads(engine);
+        job.normed = cp_take(arena, n * (uint64_t)matrix->cols, sizeof(float));
+        job.largest = cp_take(arena, threads * n, sizeof(int32_t));
+    }
     job.acts = cp_take_acts(arena, job.path, rows, matrix->cols, terms);
     return job;
 }
@@ -103,18 +131,32 @@ uint64_t cp_logits_scratch(const cp_engine *engine, const cp_matrix *head, int32
 }
 
 int cp_logits(cp_engine *engine, const cp_matrix *head, const float *norm, float norm_eps,
-              const float *rows, int32_t n, float *out, void *scratch, uint64_t scratch_bytes,
-              cp_fault *fault)
+              const float *rows, int32_t n, float *out, int32_t *largest, void *scratch,
+              uint64_t scratch_bytes, cp_fault *fault)
 {
     cp_arena arena = {scratch, 0};
     ends_job job;
+    int32_t threads = cp_engine_threads(engine), thread, r;
+    int code;
     fault->layer = fault->row = -1;
     if (!multipliable(head, n))
         return CP_BAD_SIZE;
     job = take_job(&arena, engine, head, n, 2, 1);
     if (scratch == NULL || arena.used > scratch_bytes)
         return CP_BAD_SCRATCH;
-    return run_job(engine, &job, rows, norm, norm_eps, out, fault);
+    for (r = 0; r < threads * n; r++)
+        job.largest[r] = -1; /* fewer threads may come than were asked for */
+    code = run_job(engine, &job, rows, norm, norm_eps, out, fault);
+    for (r = 0; r < n && code == CP_OK; r++) {
+        const float *row = out + (size_t)r * (size_t)head->rows;
+        largest[r] = job.largest[r]; /* a later share has higher ids */
+        for (thread = 1; thread < threads; thread++) {
+            int32_t id = job.largest[(size_t)thread * (size_t)n + (size_t)r];
+            if (id >= 0 && (largest[r] < 0 || row[id] > row[largest[r]]))
+                largest[r] = id;
+        }
+    }
+    return code;
 }
 
 void cp_exp(const cp_engine *engine, const float *x, float *out, int32_t n)
