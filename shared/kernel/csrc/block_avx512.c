@@ -40,12 +40,6 @@ INLINE void dot32(__m512i sum[CP_TILE], const int n, const __m512i w[8], const i
         }
 }
 
-/* 254 * x */
-INLINE __m512i first_term(__m512i x)
-{
-    return _mm512_sub_epi32(_mm512_slli_epi32(x, 8), _mm512_add_epi32(x, x));
-}
-
 /* Not to be kept: a token reads all weights once, and the caller's data is to stay in the caches. */
 INLINE void prefetch(const uint8_t *p, const int lines)
 {
@@ -121,7 +115,7 @@ INLINE void int4_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
         if (terms == 2) {
 #pragma GCC unroll 16
             for (t = 0; t < n; t++)
-                dot[t] = first_term(dot[t]);
+                dot[t] = _mm512_slli_epi32(dot[t], CP_FIRST_TERM_BITS);
             dot32(dot, n, w, q + CP_GROUP, apart);
         }
         add_mins(&s, n, half16(block + 32), ds);
@@ -163,7 +157,8 @@ INLINE void int8_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
         if (terms == 2) {
 #pragma GCC unroll 16
             for (t = 0; t < n; t++)
-                dot[t] = _mm512_add_epi32(first_term(dot[t]), _mm512_set1_epi32(bias[t]));
+                dot[t] = _mm512_add_epi32(_mm512_slli_epi32(dot[t], CP_FIRST_TERM_BITS),
+                                          _mm512_set1_epi32(bias[t]));
             dot32(dot, n, w, q + CP_GROUP, apart);
         }
         add_dots(&s, n, half16(block + g * CP_BLOCK * 2), d, dot);

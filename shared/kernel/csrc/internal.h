@@ -11,10 +11,11 @@
 #define CP_INT4_GROUP 320
 #define CP_INT8_GROUP 512
 #define CP_CHUNK_ALIGN 128
-#define CP_FIRST_TERM 254 /* what the first of two terms of an activation counts */
+#define CP_TWO_TERM_STEPS 32258 /* the largest |q| of an activation of two terms */
 
 /* Quantised activations of R rows; C cols, G = C/32. Quantised once for all matrices that share an
- * input (q, k, v; gate, up). One term: q itself. Two: 254 * first + second.
+ * input (q, k, v; gate, up). One term: q itself. Two: q = CP_FIRST_TERM * first + second, which paths
+ * choose for themselves, as no result depends on it.
  *
  * Rows lie in tiles of CP_TILE, the last one shorter: all that a tile of n rows needs of one group
  * lies together, so that inner loops reach every row at a constant distance. */
