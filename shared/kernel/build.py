@@ -32,6 +32,7 @@ SOURCES = (
     "attend_avx512",
     "block_avx2",
     "block_avx512",
+    "block_amx",
     "block_neon",
 )
 TARGET = "_native.abi3.so"  # as setuptools calls it: two names, and Python would take the older one

@@ -9,6 +9,7 @@
 
 #if defined(CP_X86)
 #include "attend_avx512.h"
+#include "block_avx512.h"
 #include "rows_avx2.h"
 
 #include <immintrin.h>
@@ -202,12 +203,12 @@ PIECES(int4_two, int4_rows, 2)
 PIECES(int8_one, int8_rows, 1)
 PIECES(int8_two, int8_rows, 2)
 
-static void block_int4(const uint8_t *block, const cp_tile *x, float *out, size_t stride)
+void cp_block_int4_avx512(const uint8_t *block, const cp_tile *x, float *out, size_t stride)
 {
     (x->terms == 1 ? int4_one : int4_two)(block, x, out, stride);
 }
 
-static void block_int8(const uint8_t *block, const cp_tile *x, float *out, size_t stride)
+void cp_block_int8_avx512(const uint8_t *block, const cp_tile *x, float *out, size_t stride)
 {
     (x->terms == 1 ? int8_one : int8_two)(block, x, out, stride);
 }
@@ -233,7 +234,7 @@ T static uint64_t peak(uint64_t rounds)
 }
 
 const cp_path cp_path_avx512vnni = {
-    "avx512vnni", 0, block_int4, block_int8, cp_quantize_avx2, cp_dot8_avx2, cp_scale_by_avx2,
+    "avx512vnni", 0, 0, cp_block_int4_avx512, cp_block_int8_avx512, NULL, cp_quantize_avx2, cp_dot8_avx2, cp_scale_by_avx2,
     cp_rope_avx2, cp_silu_mul_avx2, cp_add_to_avx2, cp_all_finite_avx2, cp_exp_avx2,
     cp_to_half_avx2, cp_from_half_avx2, cp_widen_avx512, cp_attend_avx512, peak, cp_read_avx2};
 

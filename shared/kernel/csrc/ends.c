@@ -54,7 +54,8 @@ static ends_job take_job(cp_arena *arena, const cp_engine *engine, const cp_matr
     job.normed = NULL;
     if (normed)
         job.normed = cp_take(arena, (uint64_t)rows * (uint64_t)matrix->cols, sizeof(float));
-    job.acts = cp_take_acts(arena, job.path, rows, matrix->cols, terms);
+    job.acts = cp_take_acts(arena, job.path, rows, matrix->cols, terms,
+                            matrix->kind == CP_KIND_INT4);
     return job;
 }
 

@@ -18,6 +18,19 @@ typedef struct {
     cp_acts norm2, norm1, heads, inner; /* one buffer: norm2 and norm1 are never alive together */
 } forward_job;
 
+static int32_t all_int4(const cp_group *g)
+{
+    int32_t i;
+    for (i = 0; i < g->num_layers; i++) {
+        const cp_layer *l = &g->layers[i];
+        if (l->q.kind != CP_KIND_INT4 || l->k.kind != CP_KIND_INT4 || l->v.kind != CP_KIND_INT4 ||
+            l->o.kind != CP_KIND_INT4 || l->gate.kind != CP_KIND_INT4 ||
+            l->up.kind != CP_KIND_INT4 || l->down.kind != CP_KIND_INT4)
+            return 0;
+    }
+    return 1;
+}
+
 static forward_job take_forward(cp_arena *arena, const cp_engine *engine, const cp_group *g,
                                 int32_t rows)
 {
@@ -26,6 +39,7 @@ static forward_job take_forward(cp_arena *arena, const cp_engine *engine, const 
     uint64_t d = (uint64_t)g->hidden_size, inter = (uint64_t)g->intermediate_size;
     uint64_t q_dim = (uint64_t)g->num_heads * (uint64_t)g->head_dim;
     uint64_t kv_dim = (uint64_t)g->num_kv_heads * (uint64_t)g->head_dim;
+    int32_t int4 = all_int4(g);
     s.path = cp_engine_path(engine);
     s.g = g;
     s.num_rows = rows;
@@ -39,11 +53,11 @@ static forward_job take_forward(cp_arena *arena, const cp_engine *engine, const 
     s.projected = cp_take(arena, n * d, f);
     s.tiles = cp_take(arena, threads * 2 * CP_PAGE * (uint64_t)g->head_dim, f);
     s.states = cp_take(arena, threads * 2 * CP_ATTENTION_ROWS * (uint64_t)g->num_heads, f);
-    s.norm2 = cp_take_acts(arena, s.path, rows, g->hidden_size, 2);
+    s.norm2 = cp_take_acts(arena, s.path, rows, g->hidden_size, 2, int4);
     s.norm1 = s.norm2;
     s.norm1.terms = 1;
-    s.heads = cp_take_acts(arena, s.path, rows, (int32_t)q_dim, 1);
-    s.inner = cp_take_acts(arena, s.path, rows, g->intermediate_size, 2);
+    s.heads = cp_take_acts(arena, s.path, rows, (int32_t)q_dim, 1, int4);
+    s.inner = cp_take_acts(arena, s.path, rows, g->intermediate_size, 2, int4);
     return s;
 }
 
