@@ -8,6 +8,7 @@
 #define CP_BLOCK 16      /* outputs of a row block */
 #define CP_PAGE 16       /* positions of a KV page */
 #define CP_TILE 16       /* batch rows that share one unpacking of the weights */
+#define CP_ATTENTION_ROWS 16 /* of a sequence, that read a page together */
 #define CP_INT4_GROUP 320
 #define CP_INT8_GROUP 512
 #define CP_CHUNK_ALIGN 128
@@ -55,6 +56,9 @@ typedef struct {
  * `wide` is q in one piece (avx2), or what block_amx.c multiplies.
  * attend: `num` query heads, head_dim apart, of one row against the first n positions of a page in
  * `tile`, which `widen` has made from a page's keys and values; returns 0 if a score is not finite.
+ * attend_rows: NULL, or the same for one head of CP_ATTENTION_ROWS consecutive rows, (head_dim, rows) in
+ * `columns`; acc is `stride` apart. Row r sees the positions up to first + r of the page, at least one;
+ * returns the mask of rows with a score that is not finite.
  */
 typedef void cp_block_fn(const uint8_t *block, const cp_tile *x, float *out, size_t stride);
 typedef int32_t cp_blocks_fn(const cp_matrix *m, const cp_acts *x, float *out, int32_t first_block,
@@ -81,6 +85,8 @@ typedef struct {
                   float *tile);
     int (*attend)(const float *q, int32_t num, const float *tile, int32_t head_dim, int32_t n,
                   float score_scale, float *max, float *total, float *acc);
+    int (*attend_rows)(const float *columns, const float *tile, int32_t head_dim, int32_t first,
+                       float score_scale, float *max, float *total, float *acc, size_t stride);
     uint64_t (*peak)(uint64_t rounds);
     uint64_t (*read)(const uint8_t *bytes, uint64_t n);
 } cp_path;
@@ -166,10 +172,10 @@ void cp_store_kv(const cp_path *path, const cp_group *g, const cp_sequence *s, i
 
 /* Rows first_row..end_row-1 of a sequence, query heads first_head..end_head-1 of one kv head, in one
  * layer: q and out (rows, H * head_dim). `tile` holds 2 * 16 * head_dim floats, `state` 2 floats a
- * row and head. Returns -1, or the row with a score that is not finite. */
+ * row and head, `columns` CP_ATTENTION_ROWS * head_dim floats a head. Returns -1, or the row with a
+ * score that is not finite. */
 int32_t cp_attention(const cp_path *path, const cp_group *g, const cp_sequence *s, int32_t layer,
                      int32_t first_row, int32_t end_row, int32_t first_head, int32_t end_head,
-                     const float *q, float *out, float *tile, float *state);
-#define CP_ATTENTION_ROWS 16 /* at most, in one call */
+                     const float *q, float *out, float *tile, float *state, float *columns);
 
 #endif
