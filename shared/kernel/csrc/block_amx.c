@@ -159,46 +159,45 @@ INLINE void widen_weights(const uint8_t *group, int32_t groups, uint16_t *weight
     }
 }
 
-/* Begins the dot products of a group in tile `turn`, and stores those of the group before, from the
- * other tile, to out [16 rows][16 outputs]: the CPU does not wait for a product that it has just
- * begun. */
-INLINE void multiply_group(const uint16_t *q, const uint16_t *weights, const int terms, int turn,
-                           float *out)
+INLINE void load_group(const uint16_t *q, const uint16_t *weights, const int terms)
 {
     TILE_LOAD(4, weights, 64);
     TILE_LOAD(5, q, 64 * terms);
     if (terms == 2)
         TILE_LOAD(6, q + CP_GROUP, 128);
-    if (turn) {
+}
+
+/* The dot products of what was loaded: two tiles of sums take turns. */
+INLINE void multiply_group(const int terms, uint32_t number)
+{
+    if (number & 1) {
         TILE_CLEAR(1);
         TILE_ADD(1, 5, 4);
         if (terms == 2)
             TILE_ADD(1, 6, 4);
-        TILE_STORE(0, out);
     } else {
         TILE_CLEAR(0);
         TILE_ADD(0, 5, 4);
         if (terms == 2)
             TILE_ADD(0, 6, 4);
-        TILE_STORE(1, out);
     }
 }
 
-/* The last of a number of groups has no next one that would store it. */
-INLINE void store_last(int32_t num, float dots[SLOTS][TILE_VALUES])
+/* [16 rows][16 outputs] */
+INLINE void store_dots(uint32_t number, float dots[SLOTS][TILE_VALUES])
 {
-    if ((num - 1) & 1)
-        TILE_STORE(1, dots[(num - 1) % SLOTS]);
+    if (number & 1)
+        TILE_STORE(1, dots[number % SLOTS]);
     else
-        TILE_STORE(0, dots[(num - 1) % SLOTS]);
+        TILE_STORE(0, dots[number % SLOTS]);
 }
 
-/* a += (scale * d) * dot */
-INLINE void add_dots(__m512 a[CP_TILE], __m512 scale, const float *d, const float *dots)
+/* a += (scale * d) * dot, for four rows. */
+INLINE void add_dots(__m512 *a, __m512 scale, const float *d, const float *dots)
 {
     int t;
-#pragma GCC unroll 16
-    for (t = 0; t < CP_TILE; t++)
+#pragma GCC unroll 4
+    for (t = 0; t < 4; t++)
         a[t] = _mm512_add_ps(a[t], _mm512_mul_ps(_mm512_mul_ps(scale, _mm512_set1_ps(d[t])),
                                                  _mm512_loadu_ps(dots + t * CP_BLOCK)));
 }
@@ -239,41 +238,52 @@ INLINE void piece_rows(const piece *w, const cp_tile *x, const int terms, float 
                        size_t stride)
 {
     const int32_t last = w->first_group + w->num_groups == x->groups;
-    const int32_t total = w->num_blocks * w->num_groups;
+    const uint32_t total = (uint32_t)(w->num_blocks * w->num_groups);
     const size_t apart = (size_t)(CP_TILE * terms * CP_GROUP);
     const uint16_t *q = (const uint16_t *)x->wide + (size_t)w->first_group * apart;
     float dots[SLOTS][TILE_VALUES] __attribute__((aligned(64)));
     float mins[TILE_VALUES] __attribute__((aligned(64)));
-    int32_t i, b, g, ahead = 0;
+    uint32_t i;
+    int32_t b, g, ahead = 0;
     int t;
     for (i = 0; i < AHEAD && i < total; i++) {
-        multiply_group(q + (size_t)ahead * apart, w->weights + (size_t)i * GROUP_WEIGHTS, terms,
-                       i & 1, dots[(unsigned)(i - 1) % SLOTS]);
+        load_group(q + (size_t)ahead * apart, w->weights + (size_t)i * GROUP_WEIGHTS, terms);
+        multiply_group(terms, i);
+        if (i > 0)
+            store_dots(i - 1, dots);
         ahead = ahead + 1 < w->num_groups ? ahead + 1 : 0;
     }
     if (total < AHEAD)
-        store_last(total, dots);
+        store_dots(total - 1, dots);
     for (b = 0, i = 0; b < w->num_blocks; b++, out += CP_BLOCK) {
         const uint8_t *group = w->blocks[b] + (size_t)w->first_group * CP_INT4_GROUP;
         const float *d = x->d + (size_t)w->first_group * CP_TILE;
         const __mmask16 here = w->here[b];
         __m512 a[CP_TILE];
-        if (last)
+        if (last) /* kept for the end of this block */
             sum_mins(w->blocks[b], x, mins);
 #pragma GCC unroll 16
         for (t = 0; t < CP_TILE; t++)
             a[t] = w->first_group ? _mm512_maskz_loadu_ps(here, out + (size_t)t * stride)
                                   : _mm512_setzero_ps();
         for (g = 0; g < w->num_groups; g++, i++, group += CP_INT4_GROUP, d += CP_TILE) {
-            if (i + AHEAD < total) {
-                multiply_group(q + (size_t)ahead * apart,
-                               w->weights + (size_t)(i + AHEAD) * GROUP_WEIGHTS, terms,
-                               (i + AHEAD) & 1, dots[(unsigned)(i + AHEAD - 1) % SLOTS]);
-                ahead = ahead + 1 < w->num_groups ? ahead + 1 : 0;
-            } else if (i + AHEAD == total) {
-                store_last(total, dots);
-            }
-            add_dots(a, half16(group), d, dots[(unsigned)i % SLOTS]);
+            /* What tiles do stands between what vectors do: next to each other, the ones would wait
+             * for the others. A product is stored when the next one has begun. */
+            const float *ready = dots[i % SLOTS];
+            const __m512 scale = half16(group);
+            const int more = i + AHEAD < total;
+            if (more)
+                load_group(q + (size_t)ahead * apart,
+                           w->weights + (size_t)(i + AHEAD) * GROUP_WEIGHTS, terms);
+            add_dots(a, scale, d, ready);
+            if (more)
+                multiply_group(terms, i + AHEAD);
+            add_dots(a + 4, scale, d + 4, ready + 4 * CP_BLOCK);
+            add_dots(a + 8, scale, d + 8, ready + 8 * CP_BLOCK);
+            if (i + AHEAD <= total)
+                store_dots(i + AHEAD - 1, dots);
+            add_dots(a + 12, scale, d + 12, ready + 12 * CP_BLOCK);
+            ahead = ahead + 1 < w->num_groups ? ahead + 1 : 0;
         }
         if (last)
 #pragma GCC unroll 16
