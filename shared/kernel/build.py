@@ -28,6 +28,7 @@ SOURCES = (
     "rows",
     "block_portable",
     "rows_avx2",
+    "rows_avx512",
     "attend_avx2",
     "attend_avx512",
     "block_avx2",

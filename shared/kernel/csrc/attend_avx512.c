@@ -7,33 +7,11 @@
 #include "attend_avx512.h"
 #include "numbers.h"
 #include "vector_avx2.h"
+#include "vector_avx512.h"
 
 #define T __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c")))
 #define HEADS 4
 #define INLINE static inline __attribute__((always_inline)) T
-
-/* cp_exp1 (numbers.h), sixteen times; 0 below -87. */
-INLINE __m512 exp_or_zero_16(__m512 whole)
-{
-    const __m512 rounder = _mm512_set1_ps(12582912.0f);
-    __mmask16 small = _mm512_cmp_ps_mask(whole, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
-    __m512 x = _mm512_min_ps(_mm512_max_ps(whole, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
-    __m512 r = _mm512_add_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), rounder), n, p;
-    __m512i scale =
-        _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(r), _mm512_set1_epi32(127)), 23);
-    n = _mm512_sub_ps(r, rounder);
-    r = _mm512_sub_ps(x, _mm512_mul_ps(n, _mm512_set1_ps(0.693359375f)));
-    r = _mm512_sub_ps(r, _mm512_mul_ps(n, _mm512_set1_ps(-2.12194440e-4f)));
-    p = _mm512_set1_ps(1.0f / 720.0f);
-    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f / 120.0f));
-    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f / 24.0f));
-    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f / 6.0f));
-    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(0.5f));
-    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f));
-    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f));
-    p = _mm512_mul_ps(p, _mm512_castsi512_ps(scale));
-    return _mm512_maskz_mov_ps((__mmask16)~small, p);
-}
 
 /* Keys of two positions lie together, 8 dimensions of the one and the same 8 of the other; values as
  * they are. The whole page is widened: what lies behind its end is masked where it would count. */
@@ -137,7 +115,7 @@ INLINE void weigh(__m512 s, __mmask16 here, int32_t head_dim, float *max, float 
             acc[i] *= c;
         *max = page_max;
     }
-    p = _mm512_maskz_mov_ps(here, exp_or_zero_16(_mm512_sub_ps(s, _mm512_set1_ps(*max))));
+    p = _mm512_maskz_mov_ps(here, cp_exp_or_zero_16(_mm512_sub_ps(s, _mm512_set1_ps(*max))));
     _mm512_storeu_ps(weights, p);
     *total += cp_sum_lanes_8(
         _mm256_add_ps(_mm512_castps512_ps256(p), _mm512_extractf32x8_ps(p, 1)));
@@ -261,7 +239,7 @@ INLINE __m512 raise_max(__m512 page_max, float *max, float *total, int32_t head_
     int32_t r, i;
     if (!larger)
         return old;
-    c = exp_or_zero_16(_mm512_sub_ps(old, page_max));
+    c = cp_exp_or_zero_16(_mm512_sub_ps(old, page_max));
     old = _mm512_mask_mov_ps(old, larger, page_max);
     _mm512_storeu_ps(max, old);
     _mm512_storeu_ps(total, _mm512_mask_mul_ps(sum, larger, sum, c));
@@ -298,7 +276,7 @@ T int cp_attend_rows_avx512(const float *columns, const float *tile, int32_t hea
     most = raise_max(most, max, total, head_dim, acc, stride);
 #pragma GCC unroll 16
     for (j = 0; j < CP_PAGE; j++) {
-        s[j] = _mm512_maskz_mov_ps(sees[j], exp_or_zero_16(_mm512_sub_ps(s[j], most)));
+        s[j] = _mm512_maskz_mov_ps(sees[j], cp_exp_or_zero_16(_mm512_sub_ps(s[j], most)));
         _mm512_storeu_ps(weights[j], s[j]);
     }
 #pragma GCC unroll 8

@@ -12,8 +12,8 @@
 #if defined(CP_AMX)
 #include "attend_avx512.h"
 #include "block_avx512.h"
-#include "numbers.h"
-#include "rows_avx2.h"
+#include "rows_avx512.h"
+#include "vector_avx512.h"
 
 #include <immintrin.h>
 #include <string.h>
@@ -100,31 +100,14 @@ INLINE void store_terms(__m512i first, __m512i second, int two, int16_t *wide)
 /* `wide` gets what tiles multiply; q and low are only written where no tile is, or for int8. */
 T static int quantize(const float *x, int8_t *q, int8_t *low, int16_t *wide, float *d, int32_t *s)
 {
-    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-    const int32_t steps = low ? CP_TWO_TERM_STEPS : 127;
-    const __m512i most = _mm512_set1_epi32(steps), least = _mm512_set1_epi32(-steps);
-    __m512i first = _mm512_loadu_si512(x), second = _mm512_loadu_si512(x + 16);
-    uint32_t max_bits;
-    float id = 0.0f;
+    __m512i whole[2];
+    if (q && !cp_quantize_avx512(x, q, low, NULL, d, s))
+        return 0;
     if (!wide)
-        return cp_quantize_avx2(x, q, low, NULL, d, s);
-    if (q && !cp_quantize_avx2(x, q, low, NULL, d, s))
+        return 1;
+    if (!cp_round_group_avx512(x, low ? CP_TWO_TERM_STEPS : 127, whole, d, s))
         return 0;
-    max_bits = _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_and_si512(first, magnitude),
-                                                        _mm512_and_si512(second, magnitude)));
-    if (max_bits >= 0x7f800000u)
-        return 0;
-    *d = 0.0f;
-    if (max_bits >= (127u - 100u) << 23) { /* 2^-100 */
-        id = (float)steps / cp_float(max_bits);
-        *d = cp_float(max_bits) / (float)steps;
-    }
-    first = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(first), _mm512_set1_ps(id)));
-    second = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(second), _mm512_set1_ps(id)));
-    first = _mm512_max_epi32(_mm512_min_epi32(first, most), least);
-    second = _mm512_max_epi32(_mm512_min_epi32(second, most), least);
-    *s = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
-    store_terms(first, second, low != NULL, wide);
+    store_terms(whole[0], whole[1], low != NULL, wide);
     return 1;
 }
 
@@ -362,8 +345,8 @@ T static uint64_t peak(uint64_t rounds)
 
 const cp_path cp_path_amx = {
     "amx", CP_TILE, 1, cp_block_int4_avx512, cp_block_int8_avx512, int4_many, quantize,
-    cp_dot8_avx2, cp_scale_by_avx2, cp_rope_avx2, cp_silu_mul_avx2, cp_add_to_avx2,
-    cp_all_finite_avx2, cp_exp_avx2, cp_to_half_avx2, cp_from_half_avx2, cp_widen_avx512,
+    cp_dot8_avx2, cp_scale_by_avx2, cp_rope_avx2, cp_silu_mul_avx512, cp_add_to_avx2,
+    cp_all_finite_avx512, cp_exp_avx2, cp_to_half_avx2, cp_from_half_avx2, cp_widen_avx512,
     cp_attend_avx512, cp_attend_rows_avx512, peak, cp_read_avx2};
 
 #else
