@@ -28,10 +28,12 @@ SOURCES = (
     "rows",
     "block_portable",
     "rows_avx2",
+    "rows_avx512",
     "attend_avx2",
     "attend_avx512",
     "block_avx2",
     "block_avx512",
+    "block_amx",
     "block_neon",
 )
 TARGET = "_native.abi3.so"  # as setuptools calls it: two names, and Python would take the older one

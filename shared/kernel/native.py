@@ -30,6 +30,7 @@ _KINDS = {"f32": lib.CP_KIND_F32, "int4": lib.CP_KIND_INT4, "int8": lib.CP_KIND_
 _PATHS = {
     "portable": lib.CP_PORTABLE,
     "avx2": lib.CP_AVX2,
+    "amx": lib.CP_AMX_BF16,
     "avx512vnni": lib.CP_AVX512VNNI,
     "neon": lib.CP_NEON_DOT,
 }

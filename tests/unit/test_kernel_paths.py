@@ -82,7 +82,7 @@ def test_saturated_products_do_not_overflow(
     else:
         packed = pack_int8(ones, np.full((16, 2, 32), -128, np.int8), 16)
     matrix = PackedMatrix(kind, 16, 64, 16, packed)
-    x = np.full((1, 64), sign * steps, F)
+    x = np.full((17, 64), sign * steps, F)  # a full tile and one row more
 
     got = native.matmul(backend, matrix, x, terms)
 

@@ -7,33 +7,11 @@
 #include "attend_avx512.h"
 #include "numbers.h"
 #include "vector_avx2.h"
+#include "vector_avx512.h"
 
 #define T __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c")))
 #define HEADS 4
 #define INLINE static inline __attribute__((always_inline)) T
-
-/* cp_exp1 (numbers.h), sixteen times; 0 below -87. */
-INLINE __m512 exp_or_zero_16(__m512 whole)
-{
-    const __m512 rounder = _mm512_set1_ps(12582912.0f);
-    __mmask16 small = _mm512_cmp_ps_mask(whole, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
-    __m512 x = _mm512_min_ps(_mm512_max_ps(whole, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
-    __m512 r = _mm512_add_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), rounder), n, p;
-    __m512i scale =
-        _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(r), _mm512_set1_epi32(127)), 23);
-    n = _mm512_sub_ps(r, rounder);
-    r = _mm512_sub_ps(x, _mm512_mul_ps(n, _mm512_set1_ps(0.693359375f)));
-    r = _mm512_sub_ps(r, _mm512_mul_ps(n, _mm512_set1_ps(-2.12194440e-4f)));
-    p = _mm512_set1_ps(1.0f / 720.0f);
-    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f / 120.0f));
-    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f / 24.0f));
-    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f / 6.0f));
-    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(0.5f));
-    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f));
-    p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(1.0f));
-    p = _mm512_mul_ps(p, _mm512_castsi512_ps(scale));
-    return _mm512_maskz_mov_ps((__mmask16)~small, p);
-}
 
 /* Keys of two positions lie together, 8 dimensions of the one and the same 8 of the other; values as
  * they are. The whole page is widened: what lies behind its end is masked where it would count. */
@@ -72,6 +50,14 @@ INLINE __m512 sum_lanes_16(const __m512 v[8])
                              _mm512_shuffle_ps(a[2 * i], a[2 * i + 1], 0xee));
     c = _mm512_add_ps(_mm512_shuffle_ps(b[0], b[1], 0x88), _mm512_shuffle_ps(b[0], b[1], 0xdd));
     return _mm512_permutexvar_ps(order, c);
+}
+
+/* The tree of 8 lanes that are registers. */
+INLINE __m512 sum_of_lanes(const __m512 l[8])
+{
+    __m512 even = _mm512_add_ps(_mm512_add_ps(l[0], l[4]), _mm512_add_ps(l[2], l[6]));
+    __m512 odd = _mm512_add_ps(_mm512_add_ps(l[1], l[5]), _mm512_add_ps(l[3], l[7]));
+    return _mm512_add_ps(even, odd);
 }
 
 INLINE __m512 scores_16(const float *q, const float *keys, int32_t head_dim, __m512 scale)
@@ -129,7 +115,7 @@ INLINE void weigh(__m512 s, __mmask16 here, int32_t head_dim, float *max, float 
             acc[i] *= c;
         *max = page_max;
     }
-    p = _mm512_maskz_mov_ps(here, exp_or_zero_16(_mm512_sub_ps(s, _mm512_set1_ps(*max))));
+    p = _mm512_maskz_mov_ps(here, cp_exp_or_zero_16(_mm512_sub_ps(s, _mm512_set1_ps(*max))));
     _mm512_storeu_ps(weights, p);
     *total += cp_sum_lanes_8(
         _mm256_add_ps(_mm512_castps512_ps256(p), _mm512_extractf32x8_ps(p, 1)));
@@ -174,6 +160,141 @@ T int cp_attend_avx512(const float *q, int32_t num, const float *tile, int32_t h
                            acc + (first + h) * head_dim);
     }
     return 1;
+}
+
+/* Scores of 16 rows and two positions, whose keys lie as cp_widen_avx512 puts them: a lane is a row, so
+ * that each sum of 8 lanes is of registers, and nothing is shuffled. */
+INLINE void scores_of_rows(const float *columns, const float *keys, int32_t head_dim, __m512 scale,
+                           __m512 scores[2])
+{
+    __m512 lanes[2][8];
+    int32_t i;
+    int e, j;
+#pragma GCC unroll 8
+    for (e = 0; e < 8; e++)
+        lanes[0][e] = lanes[1][e] = _mm512_setzero_ps();
+    for (i = 0; i < head_dim; i += 8, keys += 16, columns += 8 * CP_ATTENTION_ROWS)
+#pragma GCC unroll 8
+        for (e = 0; e < 8; e++) {
+            __m512 x = _mm512_loadu_ps(columns + e * CP_ATTENTION_ROWS);
+            lanes[0][e] = _mm512_add_ps(lanes[0][e], _mm512_mul_ps(x, _mm512_set1_ps(keys[e])));
+            lanes[1][e] =
+                _mm512_add_ps(lanes[1][e], _mm512_mul_ps(x, _mm512_set1_ps(keys[8 + e])));
+        }
+#pragma GCC unroll 2
+    for (j = 0; j < 2; j++)
+        scores[j] = _mm512_mul_ps(sum_of_lanes(lanes[j]), scale);
+}
+
+/* acc += p_j * v_j, j ascending, for n rows and 16 * num dimensions (fewer than 16: those of the mask).
+ * Weights of a row are CP_ATTENTION_ROWS apart. */
+INLINE void add_values_of_rows(const float *values, const float *p, int32_t num_positions,
+                               int32_t head_dim, const int n, const int num, __mmask16 mask,
+                               float *acc, size_t stride)
+{
+    __m512 sum[2][4];
+    int32_t j;
+    int k, r;
+#pragma GCC unroll 2
+    for (r = 0; r < n; r++)
+#pragma GCC unroll 4
+        for (k = 0; k < num; k++)
+            sum[r][k] = _mm512_maskz_loadu_ps(mask, acc + (size_t)r * stride + 16 * k);
+    for (j = 0; j < num_positions; j++, values += head_dim, p += CP_ATTENTION_ROWS)
+#pragma GCC unroll 4
+        for (k = 0; k < num; k++) {
+            __m512 v = _mm512_maskz_loadu_ps(mask, values + 16 * k);
+#pragma GCC unroll 2
+            for (r = 0; r < n; r++)
+                sum[r][k] =
+                    _mm512_add_ps(sum[r][k], _mm512_mul_ps(_mm512_set1_ps(p[r]), v));
+        }
+#pragma GCC unroll 2
+    for (r = 0; r < n; r++)
+#pragma GCC unroll 4
+        for (k = 0; k < num; k++)
+            _mm512_mask_storeu_ps(acc + (size_t)r * stride + 16 * k, mask, sum[r][k]);
+}
+
+INLINE void add_all_values_of_rows(const float *values, const float *p, int32_t num_positions,
+                                   int32_t head_dim, const int n, float *acc, size_t stride)
+{
+    int32_t i;
+    for (i = 0; i + 64 <= head_dim; i += 64)
+        add_values_of_rows(values + i, p, num_positions, head_dim, n, 4, 0xffff, acc + i, stride);
+    for (; i + 16 <= head_dim; i += 16)
+        add_values_of_rows(values + i, p, num_positions, head_dim, n, 1, 0xffff, acc + i, stride);
+    if (i < head_dim)
+        add_values_of_rows(values + i, p, num_positions, head_dim, n, 1, 0x00ff, acc + i, stride);
+}
+
+/* Rows whose page has a larger score than all before: scales what was summed. */
+INLINE __m512 raise_max(__m512 page_max, float *max, float *total, int32_t head_dim, float *acc,
+                        size_t stride)
+{
+    __m512 old = _mm512_loadu_ps(max), sum = _mm512_loadu_ps(total);
+    __mmask16 larger = _mm512_cmp_ps_mask(page_max, old, _CMP_GT_OQ);
+    float factors[CP_ATTENTION_ROWS];
+    __m512 c;
+    int32_t r, i;
+    if (!larger)
+        return old;
+    c = cp_exp_or_zero_16(_mm512_sub_ps(old, page_max));
+    old = _mm512_mask_mov_ps(old, larger, page_max);
+    _mm512_storeu_ps(max, old);
+    _mm512_storeu_ps(total, _mm512_mask_mul_ps(sum, larger, sum, c));
+    _mm512_storeu_ps(factors, c);
+    for (r = 0; r < CP_ATTENTION_ROWS; r++, acc += stride)
+        if (larger >> r & 1)
+            for (i = 0; i < head_dim; i++)
+                acc[i] *= factors[r];
+    return old;
+}
+
+T int cp_attend_rows_avx512(const float *columns, const float *tile, int32_t head_dim,
+                            int32_t first, float score_scale, float *max, float *total, float *acc,
+                            size_t stride)
+{
+    const __m512 scale = _mm512_set1_ps(score_scale);
+    const float *values = tile + CP_PAGE * head_dim;
+    float weights[CP_PAGE][CP_ATTENTION_ROWS];
+    __m512 s[CP_PAGE], most = _mm512_set1_ps(cp_float(0xff800000u)), lanes[8];
+    __mmask16 sees[CP_PAGE], bad = 0;
+    int j, r;
+#pragma GCC unroll 8
+    for (j = 0; j < CP_PAGE; j += 2) {
+        scores_of_rows(columns, tile + j * head_dim, head_dim, scale, s + j);
+    }
+#pragma GCC unroll 16
+    for (j = 0; j < CP_PAGE; j++) { /* row r sees position j if j <= first + r */
+        sees[j] = j > first ? (__mmask16)(0xffff << (j - first)) : 0xffff;
+        bad |= _mm512_mask_fpclass_ps_mask(sees[j], s[j], 0x99); /* NaN, +-infinity */
+        most = _mm512_mask_max_ps(most, sees[j], most, s[j]);
+    }
+    if (bad)
+        return bad;
+    most = raise_max(most, max, total, head_dim, acc, stride);
+#pragma GCC unroll 16
+    for (j = 0; j < CP_PAGE; j++) {
+        s[j] = _mm512_maskz_mov_ps(sees[j], cp_exp_or_zero_16(_mm512_sub_ps(s[j], most)));
+        _mm512_storeu_ps(weights[j], s[j]);
+    }
+#pragma GCC unroll 8
+    for (j = 0; j < 8; j++)
+        lanes[j] = _mm512_add_ps(s[j], s[8 + j]);
+    _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), sum_of_lanes(lanes)));
+    if (first + 1 >= CP_PAGE) {
+        for (r = 0; r < CP_ATTENTION_ROWS; r += 2)
+            add_all_values_of_rows(values, weights[0] + r, CP_PAGE, head_dim, 2,
+                                   acc + (size_t)r * stride, stride);
+        return 0;
+    }
+    for (r = 0; r < CP_ATTENTION_ROWS; r++) {
+        int32_t n = first + r + 1 < CP_PAGE ? first + r + 1 : CP_PAGE;
+        add_all_values_of_rows(values, weights[0] + r, n, head_dim, 1, acc + (size_t)r * stride,
+                               stride);
+    }
+    return 0;
 }
 
 #else

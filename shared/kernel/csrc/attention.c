@@ -22,48 +22,95 @@ void cp_store_kv(const cp_path *path, const cp_group *g, const cp_sequence *s, i
     }
 }
 
+/* What attention to the pages that were read has come to, of rows and query heads; `apart` from row to
+ * row, `heads_apart` from head to head. */
+typedef struct {
+    float *max, *total;
+    int32_t apart, heads_apart;
+} running;
+
+static void start(const running *state, int32_t rows, int32_t num, float *out, size_t stride,
+                  int32_t used)
+{
+    int32_t t, h, i;
+    for (t = 0; t < rows; t++) {
+        for (h = 0; h < num; h++) {
+            state->max[t * state->apart + h * state->heads_apart] = cp_float(0xff800000u);
+            state->total[t * state->apart + h * state->heads_apart] = 0.0f;
+        }
+        for (i = 0; i < used; i++)
+            out[(size_t)t * stride + (size_t)i] = 0.0f;
+    }
+}
+
+static void finish(const running *state, int32_t rows, int32_t num, int32_t head_dim, float *out,
+                   size_t stride)
+{
+    int32_t t, h, i;
+    for (t = 0; t < rows; t++)
+        for (h = 0; h < num; h++) {
+            float *head = out + (size_t)t * stride + (size_t)(h * head_dim);
+            float sum = state->total[t * state->apart + h * state->heads_apart];
+            for (i = 0; i < head_dim; i++)
+                head[i] /= sum;
+        }
+}
+
+/* (rows, num * head_dim) -> (num * head_dim, rows) */
+static void turn(const float *q, size_t stride, int32_t used, float *columns)
+{
+    int32_t i, t;
+    for (i = 0; i < used; i++)
+        for (t = 0; t < CP_ATTENTION_ROWS; t++)
+            columns[i * CP_ATTENTION_ROWS + t] = q[(size_t)t * stride + (size_t)i];
+}
+
 int32_t cp_attention(const cp_path *path, const cp_group *g, const cp_sequence *s, int32_t layer,
                      int32_t first_row, int32_t end_row, int32_t first_head, int32_t end_head,
-                     const float *q, float *out, float *tile, float *state)
+                     const float *q, float *out, float *tile, float *state, float *columns)
 {
-    int32_t head_dim = g->head_dim, num = end_head - first_head;
+    int32_t head_dim = g->head_dim, num = end_head - first_head, rows = end_row - first_row;
     int32_t kv_head = first_head / (g->num_heads / g->num_kv_heads);
-    size_t row_size = (size_t)g->num_heads * (size_t)head_dim;
-    size_t start = (size_t)first_head * (size_t)head_dim, used = (size_t)(num * head_dim);
-    float *max = state, *total = state + (end_row - first_row) * num;
-    int64_t end = s->start_position + end_row, page;
-    int32_t t, h, i;
-    for (t = first_row; t < end_row; t++) {
-        float *row = out + (size_t)t * row_size + start;
-        for (i = 0; i < num; i++) {
-            max[(t - first_row) * num + i] = cp_float(0xff800000u); /* -infinity */
-            total[(t - first_row) * num + i] = 0.0f;
-        }
-        for (i = 0; i < (int32_t)used; i++)
-            row[i] = 0.0f;
-    }
+    int32_t together = columns && rows == CP_ATTENTION_ROWS;
+    size_t stride = (size_t)g->num_heads * (size_t)head_dim;
+    size_t from = (size_t)first_row * stride + (size_t)first_head * (size_t)head_dim;
+    running now = {state, state + rows * num, together ? 1 : num, together ? rows : 1};
+    int64_t row0 = s->start_position + first_row, end = row0 + rows, page;
+    int32_t t, h;
+    q += from;
+    out += from;
+    start(&now, rows, num, out, stride, num * head_dim);
+    if (together)
+        turn(q, stride, num * head_dim, columns);
     for (page = 0; page * CP_PAGE < end; page++) {
-        int64_t base = page * CP_PAGE, first = base - s->start_position;
+        int64_t base = page * CP_PAGE;
         int32_t filled = end - base < CP_PAGE ? (int32_t)(end - base) : CP_PAGE;
         /* Widened once for all query heads and rows that read it. */
         path->widen(page_part(g, s, page, layer, kv_head, 0),
                     page_part(g, s, page, layer, kv_head, 1), filled, head_dim, tile);
-        for (t = first > first_row ? (int32_t)first : first_row; t < end_row; t++) {
-            int64_t present = s->start_position + t - base + 1;
+        if (together && row0 >= base) {
+            int32_t first = row0 - base < CP_PAGE ? (int32_t)(row0 - base) : CP_PAGE, bad = 0;
+            for (h = 0; h < num; h++)
+                bad |= path->attend_rows(columns + h * CP_ATTENTION_ROWS * head_dim, tile,
+                                         head_dim, first, g->score_scale, now.max + h * rows,
+                                         now.total + h * rows, out + h * head_dim, stride);
+            for (t = 0; bad; t++, bad >>= 1)
+                if (bad & 1)
+                    return first_row + t;
+            continue;
+        }
+        for (t = base > row0 ? (int32_t)(base - row0) : 0; t < rows; t++) {
+            int64_t present = row0 + t - base + 1;
             int32_t n = present < CP_PAGE ? (int32_t)present : CP_PAGE;
-            int32_t at = (t - first_row) * num;
-            if (!path->attend(q + (size_t)t * row_size + start, num, tile, head_dim, n,
-                              g->score_scale, max + at, total + at,
-                              out + (size_t)t * row_size + start))
-                return t;
+            for (h = 0; h < num; h += together ? 1 : num) {
+                int32_t at = t * now.apart + h * now.heads_apart;
+                size_t row = (size_t)t * stride + (size_t)(h * head_dim);
+                if (!path->attend(q + row, together ? 1 : num, tile, head_dim, n, g->score_scale,
+                                  now.max + at, now.total + at, out + row))
+                    return first_row + t;
+            }
         }
     }
-    for (t = first_row; t < end_row; t++)
-        for (h = 0; h < num; h++) {
-            float *head = out + (size_t)t * row_size + start + (size_t)(h * head_dim);
-            float sum = total[(t - first_row) * num + h];
-            for (i = 0; i < head_dim; i++)
-                head[i] /= sum;
-        }
+    finish(&now, rows, num, head_dim, out, stride);
     return -1;
 }

@@ -1,7 +1,7 @@
 /* Row blocks with AVX2.
  *
  * int4: 8 rows x 4 inputs a register; products of unsigned weights and signed activations are summed
- * in 16 bits over the whole group (8 of at most 2 * 15 * 127: 30,480 fits), then widened once.
+ * in 16 bits over the whole group (8 of at most 2 * 15 * 128: 30,720 fits), then widened once.
  * int8: weights widened to 16 bits, 4 rows x 4 inputs a register, times activations in one 16-bit
  * piece: no term is computed apart, and nothing saturates.
  */
@@ -72,10 +72,9 @@ INLINE void int4_group(const uint8_t *group, int half, const int8_t *q, const fl
 #pragma GCC unroll 8
     for (t = 0; t < n; t++) {
         __m256i dot = _mm256_madd_epi16(sum[t * terms], ones);
-        if (terms == 2) /* 254 * first + second */
-            dot = _mm256_add_epi32(
-                _mm256_sub_epi32(_mm256_slli_epi32(dot, 8), _mm256_add_epi32(dot, dot)),
-                _mm256_madd_epi16(sum[t * 2 + 1], ones));
+        if (terms == 2)
+            dot = _mm256_add_epi32(_mm256_slli_epi32(dot, CP_FIRST_TERM_BITS),
+                                   _mm256_madd_epi16(sum[t * 2 + 1], ones));
         accumulate(&a[t][8 * half], scale, d[t], dot);
     }
 }
@@ -244,9 +243,9 @@ T static uint64_t peak(uint64_t rounds)
 }
 
 const cp_path cp_path_avx2 = {
-    "avx2", 1, block_int4, block_int8, cp_quantize_avx2, cp_dot8_avx2, cp_scale_by_avx2,
+    "avx2", 1, 0, block_int4, block_int8, NULL, cp_quantize_avx2, cp_dot8_avx2, cp_scale_by_avx2,
     cp_rope_avx2, cp_silu_mul_avx2, cp_add_to_avx2, cp_all_finite_avx2, cp_exp_avx2,
-    cp_to_half_avx2, cp_from_half_avx2, cp_widen_avx2, cp_attend_avx2, peak, cp_read_avx2};
+    cp_to_half_avx2, cp_from_half_avx2, cp_widen_avx2, cp_attend_avx2, NULL, peak, cp_read_avx2};
 
 #else
 typedef int cp_no_block_avx2; /* a translation unit must not be empty */

@@ -9,7 +9,8 @@
 
 #if defined(CP_X86)
 #include "attend_avx512.h"
-#include "rows_avx2.h"
+#include "block_avx512.h"
+#include "rows_avx512.h"
 
 #include <immintrin.h>
 
@@ -38,12 +39,6 @@ INLINE void dot32(__m512i sum[CP_TILE], const int n, const __m512i w[8], const i
             /* The intrinsic would become two instructions and a register. */
             __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum[t]) : "v"(w[p]), "m"(*quad));
         }
-}
-
-/* 254 * x */
-INLINE __m512i first_term(__m512i x)
-{
-    return _mm512_sub_epi32(_mm512_slli_epi32(x, 8), _mm512_add_epi32(x, x));
 }
 
 /* Not to be kept: a token reads all weights once, and the caller's data is to stay in the caches. */
@@ -121,7 +116,7 @@ INLINE void int4_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
         if (terms == 2) {
 #pragma GCC unroll 16
             for (t = 0; t < n; t++)
-                dot[t] = first_term(dot[t]);
+                dot[t] = _mm512_slli_epi32(dot[t], CP_FIRST_TERM_BITS);
             dot32(dot, n, w, q + CP_GROUP, apart);
         }
         add_mins(&s, n, half16(block + 32), ds);
@@ -163,7 +158,8 @@ INLINE void int8_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
         if (terms == 2) {
 #pragma GCC unroll 16
             for (t = 0; t < n; t++)
-                dot[t] = _mm512_add_epi32(first_term(dot[t]), _mm512_set1_epi32(bias[t]));
+                dot[t] = _mm512_add_epi32(_mm512_slli_epi32(dot[t], CP_FIRST_TERM_BITS),
+                                          _mm512_set1_epi32(bias[t]));
             dot32(dot, n, w, q + CP_GROUP, apart);
         }
         add_dots(&s, n, half16(block + g * CP_BLOCK * 2), d, dot);
@@ -207,12 +203,12 @@ PIECES(int4_two, int4_rows, 2)
 PIECES(int8_one, int8_rows, 1)
 PIECES(int8_two, int8_rows, 2)
 
-static void block_int4(const uint8_t *block, const cp_tile *x, float *out, size_t stride)
+void cp_block_int4_avx512(const uint8_t *block, const cp_tile *x, float *out, size_t stride)
 {
     (x->terms == 1 ? int4_one : int4_two)(block, x, out, stride);
 }
 
-static void block_int8(const uint8_t *block, const cp_tile *x, float *out, size_t stride)
+void cp_block_int8_avx512(const uint8_t *block, const cp_tile *x, float *out, size_t stride)
 {
     (x->terms == 1 ? int8_one : int8_two)(block, x, out, stride);
 }
@@ -238,9 +234,9 @@ T static uint64_t peak(uint64_t rounds)
 }
 
 const cp_path cp_path_avx512vnni = {
-    "avx512vnni", 0, block_int4, block_int8, cp_quantize_avx2, cp_dot8_avx2, cp_scale_by_avx2,
-    cp_rope_avx2, cp_silu_mul_avx2, cp_add_to_avx2, cp_all_finite_avx2, cp_exp_avx2,
-    cp_to_half_avx2, cp_from_half_avx2, cp_widen_avx512, cp_attend_avx512, peak, cp_read_avx2};
+    "avx512vnni", 0, 0, cp_block_int4_avx512, cp_block_int8_avx512, NULL, cp_quantize_avx512, cp_dot8_avx2, cp_scale_by_avx2,
+    cp_rope_avx2, cp_silu_mul_avx512, cp_add_to_avx2, cp_all_finite_avx512, cp_exp_avx2,
+    cp_to_half_avx2, cp_from_half_avx2, cp_widen_avx512, cp_attend_avx512, cp_attend_rows_avx512, peak, cp_read_avx2};
 
 #else
 typedef int cp_no_block_avx512; /* a translation unit must not be empty */

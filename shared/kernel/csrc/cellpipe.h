@@ -28,7 +28,14 @@ enum {
     CP_BAD_SCRATCH = 5    /* scratch memory too small */
 };
 
-enum { CP_PORTABLE = 0, CP_AVX2 = 1, CP_AVX512VNNI = 2, CP_NEON_DOT = 3, CP_NUM_PATHS = 4 };
+enum {
+    CP_PORTABLE = 0,
+    CP_AVX2 = 1,
+    CP_AVX512VNNI = 2,
+    CP_NEON_DOT = 3,
+    CP_AMX_BF16 = 4,
+    CP_NUM_PATHS = 5
+};
 
 /* How to compute: an instruction set and a number of threads. */
 typedef struct cp_engine cp_engine;

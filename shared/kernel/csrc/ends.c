@@ -82,7 +82,8 @@ static ends_job take_job(cp_arena *arena, const cp_engine *engine, const cp_matr
         job.normed = cp_take(arena, n * (uint64_t)matrix->cols, sizeof(float));
         job.largest = cp_take(arena, threads * n, sizeof(int32_t));
     }
-    job.acts = cp_take_acts(arena, job.path, rows, matrix->cols, terms);
+    job.acts = cp_take_acts(arena, job.path, rows, matrix->cols, terms,
+                            matrix->kind == CP_KIND_INT4);
     return job;
 }
 

@@ -105,17 +105,22 @@ void *cp_take(cp_arena *arena, uint64_t count, uint64_t size)
 }
 
 cp_acts cp_take_acts(cp_arena *arena, const cp_path *path, int32_t rows, int32_t cols,
-                     int32_t terms)
+                     int32_t terms, int32_t int4_only)
 {
     cp_acts acts;
     uint64_t n = (uint64_t)rows, groups = (uint64_t)(cols / CP_GROUP);
+    uint64_t wide_size = (uint64_t)(CP_GROUP * (path->wide_per_term ? terms : 1));
+    acts.wide = NULL;
     acts.q = cp_take(arena, n * (uint64_t)terms * (uint64_t)cols, 1);
-    acts.wide = path->wants_wide ? cp_take(arena, n * (uint64_t)cols, 2) : NULL;
+    if (path->wide_rows)
+        acts.wide = cp_take(arena, n * groups * wide_size, 2);
     acts.d = cp_take(arena, n * groups, sizeof(float));
     acts.ds = cp_take(arena, n * groups, sizeof(float));
     acts.bias = cp_take(arena, n * groups, sizeof(int32_t));
     acts.rows = rows;
     acts.cols = cols;
     acts.terms = terms;
+    acts.wide_per_term = path->wide_per_term;
+    acts.int4_only = int4_only;
     return acts;
 }

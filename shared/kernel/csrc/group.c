@@ -15,8 +15,22 @@ typedef struct {
     float *norm, *q, *k, *v, *attended, *gate, *up, *projected; /* (R, ...) */
     float *tiles;  /* (threads, 2, 16, head_dim) */
     float *states; /* (threads, 2, 16, H) */
+    float *columns; /* (threads, H, head_dim, 16) */
     cp_acts norm2, norm1, heads, inner; /* one buffer: norm2 and norm1 are never alive together */
 } forward_job;
+
+static int32_t all_int4(const cp_group *g)
+{
+    int32_t i;
+    for (i = 0; i < g->num_layers; i++) {
+        const cp_layer *l = &g->layers[i];
+        if (l->q.kind != CP_KIND_INT4 || l->k.kind != CP_KIND_INT4 || l->v.kind != CP_KIND_INT4 ||
+            l->o.kind != CP_KIND_INT4 || l->gate.kind != CP_KIND_INT4 ||
+            l->up.kind != CP_KIND_INT4 || l->down.kind != CP_KIND_INT4)
+            return 0;
+    }
+    return 1;
+}
 
 static forward_job take_forward(cp_arena *arena, const cp_engine *engine, const cp_group *g,
                                 int32_t rows)
@@ -26,6 +40,7 @@ static forward_job take_forward(cp_arena *arena, const cp_engine *engine, const 
     uint64_t d = (uint64_t)g->hidden_size, inter = (uint64_t)g->intermediate_size;
     uint64_t q_dim = (uint64_t)g->num_heads * (uint64_t)g->head_dim;
     uint64_t kv_dim = (uint64_t)g->num_kv_heads * (uint64_t)g->head_dim;
+    int32_t int4 = all_int4(g);
     s.path = cp_engine_path(engine);
     s.g = g;
     s.num_rows = rows;
@@ -39,11 +54,13 @@ static forward_job take_forward(cp_arena *arena, const cp_engine *engine, const 
     s.projected = cp_take(arena, n * d, f);
     s.tiles = cp_take(arena, threads * 2 * CP_PAGE * (uint64_t)g->head_dim, f);
     s.states = cp_take(arena, threads * 2 * CP_ATTENTION_ROWS * (uint64_t)g->num_heads, f);
-    s.norm2 = cp_take_acts(arena, s.path, rows, g->hidden_size, 2);
+    if (s.path->attend_rows)
+        s.columns = cp_take(arena, threads * CP_ATTENTION_ROWS * q_dim, f);
+    s.norm2 = cp_take_acts(arena, s.path, rows, g->hidden_size, 2, int4);
     s.norm1 = s.norm2;
     s.norm1.terms = 1;
-    s.heads = cp_take_acts(arena, s.path, rows, (int32_t)q_dim, 1);
-    s.inner = cp_take_acts(arena, s.path, rows, g->intermediate_size, 2);
+    s.heads = cp_take_acts(arena, s.path, rows, (int32_t)q_dim, 1, int4);
+    s.inner = cp_take_acts(arena, s.path, rows, g->intermediate_size, 2, int4);
     return s;
 }
 
@@ -129,6 +146,7 @@ static void attend(cp_team *team, int32_t me, const forward_job *s, int32_t laye
     size_t q_dim = (size_t)g->num_heads * (size_t)g->head_dim;
     float *tile = s->tiles + (size_t)me * 2 * CP_PAGE * (size_t)g->head_dim;
     float *state = s->states + (size_t)me * 2 * CP_ATTENTION_ROWS * (size_t)g->num_heads;
+    float *columns = s->columns ? s->columns + (size_t)me * CP_ATTENTION_ROWS * q_dim : NULL;
     for (i = 0; i < s->num_sequences; i++)
         total += (s->sequences[i].num_rows + CP_ATTENTION_ROWS - 1) / CP_ATTENTION_ROWS;
     total *= units_per_run;
@@ -148,7 +166,7 @@ static void attend(cp_team *team, int32_t me, const forward_job *s, int32_t laye
                                                              : sequence->num_rows;
         bad = cp_attention(s->path, g, sequence, layer, first, end, head, head + heads,
                            s->q + (size_t)row * q_dim, s->attended + (size_t)row * q_dim, tile,
-                           state);
+                           state, columns);
         if (bad >= 0)
             cp_blame(team, row + bad);
     }

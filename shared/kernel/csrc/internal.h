@@ -8,25 +8,29 @@
 #define CP_BLOCK 16      /* outputs of a row block */
 #define CP_PAGE 16       /* positions of a KV page */
 #define CP_TILE 16       /* batch rows that share one unpacking of the weights */
+#define CP_ATTENTION_ROWS 16 /* of a sequence, that read a page together */
 #define CP_INT4_GROUP 320
 #define CP_INT8_GROUP 512
 #define CP_CHUNK_ALIGN 128
-#define CP_FIRST_TERM 254 /* what the first of two terms of an activation counts */
+#define CP_TWO_TERM_STEPS 32258 /* the largest |q| of an activation of two terms */
 
 /* Quantised activations of R rows; C cols, G = C/32. Quantised once for all matrices that share an
- * input (q, k, v; gate, up). One term: q itself. Two: 254 * first + second.
+ * input (q, k, v; gate, up). One term: q itself. Two: q = CP_FIRST_TERM * first + second, which paths
+ * choose for themselves, as no result depends on it.
  *
  * Rows lie in tiles of CP_TILE, the last one shorter: all that a tile of n rows needs of one group
  * lies together, so that inner loops reach every row at a constant distance. */
 typedef struct {
     int8_t *q;     /* per tile [G][n][terms][32] */
-    int16_t *wide; /* per tile [G][n][32]: q in one piece; NULL unless the path wants it */
+    int16_t *wide; /* what else the path wants of q: per tile [G][n], see `quantize`; or NULL */
     float *d;      /* per tile [G][n] */
     float *ds;     /* per tile [G][n]: d * float(s) */
     int32_t *bias; /* per tile [G][n]: -128 * s, for products with weights that are 128 too large */
     int32_t rows;
     int32_t cols;
     int32_t terms;
+    int32_t wide_per_term; /* the path's */
+    int32_t int4_only;     /* no matrix of int8 is multiplied with them */
 } cp_acts;
 
 /* One tile of them. */
@@ -45,16 +49,27 @@ typedef struct {
 /* One instruction set's way to do things; all give the same bits.
  *
  * int4, int8: a row block times a tile, out[t * stride + r] for 16 outputs r.
- * quantize: one group of 32 values; returns 0 if one is not finite. `low` and `wide` may be NULL.
+ * int4_many: NULL, or row blocks of an int4 matrix times the first rows of a batch, out (R, m->rows);
+ * returns how many rows. The others (none, or part of one tile) are left to int4.
+ * quantize: one group of 32 values; returns 0 if one is not finite. `low` and `wide` may be NULL, and
+ * q where int4_many takes `wide` in its place; with `low` there are two terms.
+ * `wide` is q in one piece (avx2), or what block_amx.c multiplies.
  * attend: `num` query heads, head_dim apart, of one row against the first n positions of a page in
  * `tile`, which `widen` has made from a page's keys and values; returns 0 if a score is not finite.
+ * attend_rows: NULL, or the same for one head of CP_ATTENTION_ROWS consecutive rows, (head_dim, rows) in
+ * `columns`; acc is `stride` apart. Row r sees the positions up to first + r of the page, at least one;
+ * returns the mask of rows with a score that is not finite.
  */
 typedef void cp_block_fn(const uint8_t *block, const cp_tile *x, float *out, size_t stride);
+typedef int32_t cp_blocks_fn(const cp_matrix *m, const cp_acts *x, float *out, int32_t first_block,
+                             int32_t end_block);
 typedef struct {
     const char *name;
-    int32_t wants_wide;
+    int32_t wide_rows;      /* 0: no tile has `wide` */
+    int32_t wide_per_term;  /* whether there are 32 for each term, not 32 */
     cp_block_fn *int4;
     cp_block_fn *int8;
+    cp_blocks_fn *int4_many;
     int (*quantize)(const float *x, int8_t *q, int8_t *low, int16_t *wide, float *d, int32_t *s);
     float (*dot8)(const float *x, const float *y, int32_t n);
     void (*scale_by)(const float *x, float factor, const float *weight, int32_t n, float *out);
@@ -70,6 +85,8 @@ typedef struct {
                   float *tile);
     int (*attend)(const float *q, int32_t num, const float *tile, int32_t head_dim, int32_t n,
                   float score_scale, float *max, float *total, float *acc);
+    int (*attend_rows)(const float *columns, const float *tile, int32_t head_dim, int32_t first,
+                       float score_scale, float *max, float *total, float *acc, size_t stride);
     uint64_t (*peak)(uint64_t rounds);
     uint64_t (*read)(const uint8_t *bytes, uint64_t n);
 } cp_path;
@@ -78,6 +95,10 @@ extern const cp_path cp_path_portable;
 #if defined(__x86_64__) && defined(__GNUC__)
 #define CP_X86 1
 extern const cp_path cp_path_avx2, cp_path_avx512vnni;
+#endif
+#if defined(CP_X86) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#define CP_AMX 1
+extern const cp_path cp_path_amx;
 #endif
 #if defined(__aarch64__) && defined(__GNUC__) && defined(__linux__) && !defined(__AARCH64EB__)
 #define CP_NEON 1
@@ -126,12 +147,16 @@ typedef struct {
 } cp_arena;
 void *cp_take(cp_arena *arena, uint64_t count, uint64_t size);
 cp_acts cp_take_acts(cp_arena *arena, const cp_path *path, int32_t rows, int32_t cols,
-                     int32_t terms);
+                     int32_t terms, int32_t int4_only);
 
 /* Quantise groups first..end-1 of row r, whose values are x (cols). Returns 0 if one of them is not
  * finite. */
 int cp_quantize(const cp_path *path, const float *x, const cp_acts *acts, int32_t r, int32_t first,
                 int32_t end);
+
+cp_tile cp_tile_of(const cp_acts *acts, int32_t first_row);
+/* Row block b of a matrix. */
+const uint8_t *cp_block_at(const cp_matrix *m, int32_t b);
 
 /* out (R, m->rows) for row blocks first_block..end_block-1. */
 void cp_multiply(const cp_path *path, const cp_matrix *m, const cp_acts *x, float *out,
@@ -147,10 +172,10 @@ void cp_store_kv(const cp_path *path, const cp_group *g, const cp_sequence *s, i
 
 /* Rows first_row..end_row-1 of a sequence, query heads first_head..end_head-1 of one kv head, in one
  * layer: q and out (rows, H * head_dim). `tile` holds 2 * 16 * head_dim floats, `state` 2 floats a
- * row and head. Returns -1, or the row with a score that is not finite. */
+ * row and head, `columns` CP_ATTENTION_ROWS * head_dim floats a head. Returns -1, or the row with a
+ * score that is not finite. */
 int32_t cp_attention(const cp_path *path, const cp_group *g, const cp_sequence *s, int32_t layer,
                      int32_t first_row, int32_t end_row, int32_t first_head, int32_t end_head,
-                     const float *q, float *out, float *tile, float *state);
-#define CP_ATTENTION_ROWS 16 /* at most, in one call */
+                     const float *q, float *out, float *tile, float *state, float *columns);
 
 #endif

@@ -9,6 +9,13 @@ static int32_t tile_rows(const cp_acts *acts, int32_t first)
     return acts->rows - first < CP_TILE ? acts->rows - first : CP_TILE;
 }
 
+/* `at` counts groups. */
+static int16_t *wide_at(const cp_acts *acts, size_t at)
+{
+    size_t terms = acts->wide_per_term ? (size_t)acts->terms : 1;
+    return acts->wide ? acts->wide + at * terms * CP_GROUP : NULL;
+}
+
 int cp_quantize(const cp_path *path, const float *x, const cp_acts *acts, int32_t r, int32_t first,
                 int32_t end)
 {
@@ -17,10 +24,12 @@ int cp_quantize(const cp_path *path, const float *x, const cp_acts *acts, int32_
     for (g = first; g < end; g++) {
         size_t at = tile_start + (size_t)g * (size_t)n + (size_t)(r - tile);
         int8_t *q = acts->q + at * CP_GROUP * (size_t)terms;
-        int16_t *wide = acts->wide ? acts->wide + at * CP_GROUP : NULL;
+        int16_t *wide = n < path->wide_rows ? NULL : wide_at(acts, at);
+        int8_t *low = terms == 2 ? q + CP_GROUP : NULL;
         int32_t s;
-        if (!path->quantize(x + (size_t)g * CP_GROUP, q, terms == 2 ? q + CP_GROUP : NULL, wide,
-                            acts->d + at, &s))
+        if (wide && acts->int4_only && path->int4_many)
+            q = NULL;
+        if (!path->quantize(x + (size_t)g * CP_GROUP, q, low, wide, acts->d + at, &s))
             return 0;
         acts->ds[at] = acts->d[at] * (float)s;
         acts->bias[at] = -128 * s;
@@ -38,13 +47,13 @@ int cp_norm_quantized(const cp_path *path, const float *x, const float *weight, 
     return cp_quantize(path, norm, acts, r, 0, acts->cols / CP_GROUP);
 }
 
-static cp_tile tile_of(const cp_acts *acts, int32_t first)
+cp_tile cp_tile_of(const cp_acts *acts, int32_t first)
 {
     cp_tile tile;
     int32_t groups = acts->cols / CP_GROUP;
     size_t at = (size_t)first * (size_t)groups;
     tile.q = acts->q + at * CP_GROUP * (size_t)acts->terms;
-    tile.wide = acts->wide ? acts->wide + at * CP_GROUP : NULL;
+    tile.wide = wide_at(acts, at);
     tile.d = acts->d + at;
     tile.ds = acts->ds + at;
     tile.bias = acts->bias + at;
@@ -55,24 +64,31 @@ static cp_tile tile_of(const cp_acts *acts, int32_t first)
     return tile;
 }
 
+const uint8_t *cp_block_at(const cp_matrix *m, int32_t b)
+{
+    int32_t blocks_per_chunk = m->chunk_rows / CP_BLOCK;
+    return m->data + (uint64_t)(b / blocks_per_chunk) * cp_chunk_bytes(m, m->chunk_rows) +
+           (uint64_t)(b % blocks_per_chunk) * cp_block_bytes(m->kind, m->cols);
+}
+
 void cp_multiply(const cp_path *path, const cp_matrix *m, const cp_acts *x, float *out,
                  int32_t first_block, int32_t end_block)
 {
     cp_block_fn *multiply = m->kind == CP_KIND_INT4 ? path->int4 : path->int8;
-    uint64_t block_bytes = cp_block_bytes(m->kind, m->cols);
-    uint64_t chunk_bytes = cp_chunk_bytes(m, m->chunk_rows);
-    int32_t blocks_per_chunk = m->chunk_rows / CP_BLOCK;
     size_t stride = (size_t)m->rows;
     float padded[CP_TILE * CP_BLOCK];
-    int32_t b, first, t;
+    int32_t done = 0, b, first, t;
+    if (m->kind == CP_KIND_INT4 && path->int4_many)
+        done = path->int4_many(m, x, out, first_block, end_block);
+    if (done == x->rows)
+        return;
     /* Blocks outside, batch inside: a block is read from memory once and stays in the first-level
      * cache while the tiles of the batch pass over it. */
     for (b = first_block; b < end_block; b++) {
-        const uint8_t *block = m->data + (uint64_t)(b / blocks_per_chunk) * chunk_bytes +
-                               (uint64_t)(b % blocks_per_chunk) * block_bytes;
+        const uint8_t *block = cp_block_at(m, b);
         int32_t left = m->rows - b * CP_BLOCK;
-        for (first = 0; first < x->rows; first += CP_TILE) {
-            cp_tile tile = tile_of(x, first);
+        for (first = done; first < x->rows; first += CP_TILE) {
+            cp_tile tile = cp_tile_of(x, first);
             float *at = out + (size_t)first * stride + (size_t)b * CP_BLOCK;
             if (left >= CP_BLOCK) {
                 multiply(block, &tile, at, stride);

@@ -8,7 +8,7 @@ int cp_quantize_c(const float *x, int8_t *q, int8_t *low, int16_t *wide, float *
 {
     uint32_t max_bits = 0; /* of |x|: the bits of non-negative floats are ordered as they are */
     int32_t rounded[CP_GROUP];
-    int32_t i, sum = 0, steps = low ? 127 * CP_FIRST_TERM : 127;
+    int32_t i, sum = 0, steps = low ? CP_TWO_TERM_STEPS : 127;
     float amax, id;
     for (i = 0; i < CP_GROUP; i++) {
         uint32_t bits = cp_bits(x[i]) & 0x7fffffffu;

@@ -5,6 +5,8 @@
 
 #include "internal.h"
 
+#define CP_FIRST_TERM 254 /* then both terms lie in -127..127 */
+
 int cp_quantize_c(const float *x, int8_t *q, int8_t *low, int16_t *wide, float *d, int32_t *s);
 float cp_dot8_c(const float *x, const float *y, int32_t n);
 void cp_scale_by_c(const float *x, float factor, const float *weight, int32_t n, float *out);

@@ -11,8 +11,8 @@
 T int cp_quantize_avx2(const float *x, int8_t *q, int8_t *low, int16_t *wide, float *d, int32_t *s)
 {
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-    const int32_t steps = low ? 127 * CP_FIRST_TERM : 127;
-    const __m256i limit = _mm256_set1_epi32(steps), bias = _mm256_set1_epi32(127 + 254 * 128);
+    const int32_t steps = low ? CP_TWO_TERM_STEPS : 127;
+    const __m256i limit = _mm256_set1_epi32(steps), half_step = _mm256_set1_epi32(128);
     /* packs works on halves of 128 bits: this puts the pieces of 4 bytes in order again */
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     __m256i v[4], first[4], sum, max = _mm256_setzero_si256();
@@ -55,11 +55,9 @@ T int cp_quantize_avx2(const float *x, int8_t *q, int8_t *low, int16_t *wide, fl
     for (i = 0; i < 4; i++) {
         first[i] = v[i];
         if (low) {
-            /* (v + 127 + 254 * 128) / 254 - 128; the product is exact to the unit below 68,200 */
-            first[i] = _mm256_mullo_epi32(_mm256_add_epi32(v[i], bias), _mm256_set1_epi32(66053));
-            first[i] = _mm256_sub_epi32(_mm256_srli_epi32(first[i], 24), _mm256_set1_epi32(128));
-            v[i] = _mm256_sub_epi32(
-                v[i], _mm256_mullo_epi32(first[i], _mm256_set1_epi32(CP_FIRST_TERM)));
+            first[i] =
+                _mm256_srai_epi32(_mm256_add_epi32(v[i], half_step), CP_FIRST_TERM_BITS);
+            v[i] = _mm256_sub_epi32(v[i], _mm256_slli_epi32(first[i], CP_FIRST_TERM_BITS));
         }
     }
     _mm256_storeu_si256((__m256i *)q, _mm256_permutevar8x32_epi32(

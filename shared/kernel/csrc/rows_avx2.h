@@ -4,6 +4,8 @@
 
 #include "internal.h"
 
+#define CP_FIRST_TERM_BITS 8 /* q = 256 * first + second, first in -126..126, second in -128..127 */
+
 int cp_quantize_avx2(const float *x, int8_t *q, int8_t *low, int16_t *wide, float *d, int32_t *s);
 float cp_dot8_avx2(const float *x, const float *y, int32_t n);
 void cp_scale_by_avx2(const float *x, float factor, const float *weight, int32_t n, float *out);
