@@ -133,6 +133,26 @@ def test_a_cluster_without_a_scheduler_is_not_ready_and_refuses_after_a_while(
     assert int(refused.value.response.headers["retry-after"]) > 0
 
 
+def test_what_the_cluster_refuses_is_a_400_that_names_the_field(
+    cluster: ProcessCluster, tmp_path: Path
+) -> None:
+    generous = cluster.processes[-1]
+    cluster.start("scheduler", "--kv-budget", "16KiB")
+    generous.terminate()
+    generous.wait(timeout=30)
+    with ApiServer("gateway", settings=cluster.settings, log=tmp_path / "gateway.txt") as server:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as refused:
+                server.client().chat.completions.create(
+                    model="babbler",
+                    messages=[{"role": "user", "content": "hello"}],
+                    max_tokens=300,
+                    stream=stream,
+                )
+            assert (refused.value.param, refused.value.code) == ("max_tokens", "kv_memory_exceeded")
+            assert "--kv-budget" in refused.value.message
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_hundred_streams_are_held_for_a_minute(cluster: ProcessCluster, tmp_path: Path) -> None:
