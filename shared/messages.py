@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import DecodeError, RequestError
+from shared.text.response_format import ResponseFormat
 
 MAX_TOKENS_LIMIT = 1_048_576
 MAX_SEED = 2**64 - 1
@@ -89,6 +90,7 @@ class Request:
     `prompt` is raw text; `messages` go through the model's chat template; `token_ids` are taken as
     they are. `model` "" means the one model that is loaded. `deadline_unix_ms` 0 means none.
     `stream` asks for a `Token` in the reply queue for each token, before the `Reply`.
+    `response_format` None is text.
     """
 
     request_id: str
@@ -99,6 +101,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     deadline_unix_ms: int = 0
     stream: bool = False
+    response_format: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
         check_request_id(self.request_id)
@@ -124,6 +127,8 @@ class Request:
                 raise RequestError(
                     f"token_ids[{number}] must be in 0..2**31-1, got {token_id!r:.80}"
                 )
+        if self.response_format is not None and self.sampling.ignore_eos:
+            raise RequestError("ignore_eos goes with text alone: JSON has an end")
         _check_text("prompt", self.prompt or "")
         _check_text("model", self.model)
         for message in self.messages or ():

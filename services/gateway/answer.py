@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.gateway.choice import Choice
 from services.gateway.errors import ApiError
@@ -15,11 +15,12 @@ from shared.messages import FinishReason
 from shared.producer import DEADLINE_GRACE_MS
 from shared.store.ledger_types import FinalEvent
 from shared.text.tokenizer import Tokenizer
+from shared.text.tool_calls import MAX_FREE_CALLS, CallPart, ForcedCalls, FreeCalls
 
 
 @dataclass(slots=True)
 class Piece:
-    """Text of one choice up to its `num_tokens`th token, and its end if that was reached.
+    """Text and calls of one choice up to its `num_tokens`th token, and its end if it was reached.
 
     `event_id` says how far a reader is who has seen it and all before it.
     """
@@ -29,6 +30,7 @@ class Piece:
     text: str = ""
     finish_reason: str | None = None
     event_id: str = ""
+    calls: list[CallPart] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,9 @@ class Answer:
         self.reader = reader
         self.shown = list(shown) or [Shown()] * note.num_choices
         ids = request_ids(completion_id, note.num_choices)
-        self.choices = [Choice(i, name, tokenizer, note.stops) for i, name in enumerate(ids)]
+        self.choices = [
+            Choice(i, name, tokenizer, note.stops, _call_finder(note)) for i, name in enumerate(ids)
+        ]
         self._by_id = {choice.request_id: choice for choice in self.choices}
         self._feed = feed
         self._cut = cut
@@ -117,6 +121,7 @@ class Answer:
                 text = choice.take(event)
                 if choice.was_cut and not had_ended:
                     self._cut(request_id)
+            calls = choice.take_calls()
             has_ended = choice.finish_reason is not None
             shown = self.shown[choice.index]
             if isinstance(event, FinalEvent) and not has_ended:
@@ -124,9 +129,10 @@ class Answer:
             if shown.is_finished or (choice.num_tokens <= shown.num_tokens and not has_ended):
                 continue
             if choice.num_tokens <= shown.num_tokens and not isinstance(event, FinalEvent):
-                text = ""  # it was shown, its end was not
+                text, calls = "", []  # it was shown, its end was not
             piece = pieces.setdefault(choice.index, Piece(choice.index))
             piece.text += text
+            piece.calls += calls
             piece.num_tokens = choice.num_tokens
             piece.finish_reason = choice.finish_reason
         new = [p for p in pieces.values() if self._note_shown(p)]
@@ -152,11 +158,21 @@ class Answer:
     def _note_shown(self, piece: Piece) -> bool:
         """Whether the piece shows anything."""
         has_ended = piece.finish_reason is not None
-        if self.shown[piece.index].is_finished or not (piece.text or has_ended):
+        if self.shown[piece.index].is_finished or not (piece.text or piece.calls or has_ended):
             return False
         self.shown[piece.index] = Shown(piece.num_tokens, has_ended)
         piece.event_id = self.event_id()
         return True
+
+
+def _call_finder(note: Note) -> FreeCalls | ForcedCalls | None:
+    match note.calls:
+        case "free":
+            return FreeCalls(note.functions, max_calls=MAX_FREE_CALLS if note.parallel else 1)
+        case "forced":
+            return ForcedCalls(note.functions)
+        case _:
+            return None
 
 
 def _failure_of(choice: Choice, event: FinalEvent) -> ApiError | None:

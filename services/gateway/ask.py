@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from services.gateway.backend import Backend
 from services.gateway.errors import ApiError
 from services.gateway.note import Kind
 from services.gateway.schema import MAX_CHOICES, ChatCompletion, Generation, Message, TextCompletion
+from services.gateway.tools import Form, read_form, turns_of
 from shared.errors import RequestError
-from shared.messages import ChatMessage, SamplingParams
-from shared.text.prompt import chat_token_ids, check_token_ids, text_token_ids
+from shared.messages import SamplingParams
+from shared.text.constraint import GrammarError, check_grammar
+from shared.text.prompt import check_token_ids, conversation_token_ids, text_token_ids
 
 DEFAULT_TEXT_TOKENS = 16  # as OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Prompts as token ids, and the sampling of each of their choices."""
+    """Prompts as token ids, the sampling of each of their choices, and what they must be."""
 
     kind: Kind
     prompts: tuple[tuple[int, ...], ...]
     samplings: tuple[SamplingParams, ...]
     n: int
+    form: Form
 
 
 def num_choices(body: Generation) -> int:
@@ -37,6 +42,7 @@ def num_choices(body: Generation) -> int:
 def read_ask(body: Generation, backend: Backend) -> Ask:
     """Raises `ApiError` for what the model cannot do, `RequestError` for a prompt it refuses."""
     check_model(body.model, backend)
+    form = Form()
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is for stream: true", param="stream_options")
     match body:
@@ -47,7 +53,12 @@ def read_ask(body: Generation, backend: Backend) -> Ask:
                     "only one of max_tokens and max_completion_tokens may be given",
                     param="max_tokens",
                 )
-            prompts: tuple[tuple[int, ...], ...] = (messages_token_ids(body.messages, backend),)
+            form = read_form(body)
+            if form.response_format is not None:
+                _check_format(form)
+            prompts: tuple[tuple[int, ...], ...] = (
+                messages_token_ids(body.messages, backend, form.tools),
+            )
             name, asked = "max_tokens", body.max_tokens
             if body.max_completion_tokens is not None:
                 name, asked = "max_completion_tokens", body.max_completion_tokens
@@ -67,7 +78,7 @@ def read_ask(body: Generation, backend: Backend) -> Ask:
         for tokens in prompts
         for choice in range(n)
     )
-    return Ask(kind, prompts, samplings, n)
+    return Ask(kind, prompts, samplings, n, form)
 
 
 def check_model(name: str, backend: Backend) -> None:
@@ -81,14 +92,26 @@ def check_model(name: str, backend: Backend) -> None:
         )
 
 
-def messages_token_ids(messages: list[Message], backend: Backend) -> tuple[int, ...]:
-    """Token ids of a conversation. Raises `RequestError`."""
-    turns = [
-        ChatMessage("system" if m.role == "developer" else m.role, m.content) for m in messages
-    ]
-    return chat_token_ids(
-        turns, backend.tokenizer, backend.chat_template, max_positions=backend.max_positions
+def messages_token_ids(
+    messages: list[Message], backend: Backend, tools: Sequence[dict[str, Any]] = ()
+) -> tuple[int, ...]:
+    """Token ids of a conversation. Raises `RequestError`, `ApiError`."""
+    return conversation_token_ids(
+        turns_of(messages),
+        backend.tokenizer,
+        backend.chat_template,
+        max_positions=backend.max_positions,
+        tools=tools,
     )
+
+
+def _check_format(form: Form) -> None:
+    assert form.response_format is not None, "there is one to check"
+    try:
+        check_grammar(form.response_format)
+    except GrammarError as error:
+        param = "tools" if form.calls else "response_format"
+        raise ApiError(400, str(error), param=param, code="invalid_value") from None
 
 
 def _prompt_token_ids(prompt: str | tuple[int, ...], backend: Backend) -> tuple[int, ...]:

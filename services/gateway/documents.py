@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
 from services.gateway.answer import Answer, Piece, Usage
 from services.gateway.backend import Backend
+from services.gateway.choice import Choice
+from shared.text.tool_calls import CallPart, joined_parts
 
 
-def whole_document(answer: Answer, texts: list[str], backend: Backend) -> dict[str, Any]:
-    """The answer to a request that is no stream."""
+def whole_document(answer: Answer, pieces: list[Piece], backend: Backend) -> dict[str, Any]:
+    """The answer to a request that is no stream, from the pieces of all choices."""
     assert answer.usage is not None, "every request has ended"
     choices = [
-        _choice(answer, choice.index, texts[choice.index], choice.finish_reason)
+        _choice(answer, choice, [piece for piece in pieces if piece.index == choice.index])
         for choice in answer.choices
     ]
     kind = "chat.completion" if answer.note.kind == "chat" else "text_completion"
@@ -24,6 +27,7 @@ class Chunks:
     """The chunks of one stream as JSON texts."""
 
     def __init__(self, answer: Answer, backend: Backend) -> None:
+        self._completion_id = answer.completion_id
         self._is_chat = answer.note.kind == "chat"
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         self._head = _head(answer, kind, backend)
@@ -35,7 +39,9 @@ class Chunks:
 
     def piece(self, piece: Piece) -> str:
         if self._is_chat:
-            delta = {"content": piece.text} if piece.text else {}
+            delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+            if piece.calls:
+                delta["tool_calls"] = [self._call(piece.index, part) for part in piece.calls]
             return self._chunk(piece.index, delta, piece.finish_reason)
         return _dump(
             {
@@ -55,7 +61,12 @@ class Chunks:
     def usage(self, usage: Usage) -> str:
         return _dump({**self._head, "choices": [], "usage": _usage(usage)})
 
-    def _chunk(self, index: int, delta: dict[str, str], finish_reason: str | None) -> str:
+    def _call(self, choice: int, part: CallPart) -> dict[str, Any]:
+        if not part.name:
+            return {"index": part.index, "function": {"arguments": part.arguments}}
+        return {"index": part.index, **_tool_call(self._completion_id, choice, part)}
+
+    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None) -> str:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return _dump({**self._head, "choices": [choice], **self._tail})
 
@@ -70,11 +81,33 @@ def _head(answer: Answer, kind: str, backend: Backend) -> dict[str, Any]:
     }
 
 
-def _choice(answer: Answer, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+def _choice(answer: Answer, choice: Choice, pieces: list[Piece]) -> dict[str, Any]:
+    text = "".join(piece.text for piece in pieces)
+    document: dict[str, Any] = {"index": choice.index}
     if answer.note.kind == "text":
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
-    message = {"role": "assistant", "content": text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+        document["text"] = text
+    else:
+        document["message"] = {"role": "assistant", "content": text, "refusal": None}
+        parts = joined_parts([part for piece in pieces for part in piece.calls])
+        if parts:
+            document["message"] |= {
+                "content": text or None,
+                "tool_calls": [
+                    _tool_call(answer.completion_id, choice.index, part) for part in parts
+                ],
+            }
+    return {**document, "logprobs": None, "finish_reason": choice.finish_reason}
+
+
+def _tool_call(completion_id: str, choice: int, part: CallPart) -> dict[str, Any]:
+    """Its id depends on its place alone, so that whoever reads it again finds the same."""
+    place = f"{completion_id}-{choice}-{part.index}".encode()
+    name = hashlib.blake2b(place, digest_size=12, person=b"cellpipe-call").hexdigest()
+    return {
+        "id": f"call_{name}",
+        "type": "function",
+        "function": {"name": part.name, "arguments": part.arguments},
+    }
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

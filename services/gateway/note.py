@@ -9,13 +9,15 @@ from typing import Any, Literal
 from shared.errors import StoreDamaged
 
 Kind = Literal["chat", "text"]
+Calls = Literal["", "free", "forced"]
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
     """How an answer is shown: its choices are `num_prompts` times `n`, those of a prompt in a row.
 
-    `owner` is the name of the key that asked.
+    `owner` is the name of the key that asked. `calls`: how calls of `functions` are looked for in
+    what the model writes, "" not at all; not `parallel`: one at most.
     """
 
     kind: Kind
@@ -27,6 +29,9 @@ class Note:
     stops: tuple[str, ...]
     include_usage: bool
     store: bool
+    calls: Calls = ""
+    functions: tuple[str, ...] = ()
+    parallel: bool = True
 
     @property
     def num_choices(self) -> int:
@@ -39,7 +44,8 @@ class Note:
     def from_dict(cls, document: Mapping[str, Any]) -> Note:
         """Raises `StoreDamaged` for what `to_dict` did not make."""
         try:
-            note = cls(**{**document, "stops": tuple(document["stops"])})
+            lists = {name: tuple(document.get(name, ())) for name in ("stops", "functions")}
+            note = cls(**{**document, **lists})
         except (KeyError, TypeError) as error:
             raise StoreDamaged(
                 f"the note of a completion cannot be read: {error!s:.200}"

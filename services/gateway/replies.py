@@ -13,7 +13,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.answer import Answer
+from services.gateway.answer import Answer, Piece
 from services.gateway.documents import Chunks, whole_document
 from services.gateway.errors import ApiError, api_error
 from services.gateway.gateway import Gateway
@@ -77,14 +77,13 @@ class WholeReply(AnswerReply):
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._answer
-        texts = [""] * len(answer.choices)
+        came: list[Piece] = []
         while not answer.has_ended or answer.usage is None:
             pieces = await answer.next(WAIT_S)
-            for piece in pieces:
-                texts[piece.index] += piece.text
+            came += pieces
             if not pieces:
                 await self._gateway.check(is_running=True)
-        document = whole_document(answer, texts, self._gateway.backend)
+        document = whole_document(answer, came, self._gateway.backend)
         await JSONResponse(document)(scope, receive, send)
 
 

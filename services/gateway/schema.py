@@ -22,6 +22,7 @@ from pydantic_core import from_json
 from services.gateway.errors import ApiError
 from services.gateway.fields import Content, Number, Peers, Prompts, Stops, check_refused, refused
 from shared.messages import MAX_SEED, MAX_TOKENS_LIMIT
+from shared.text.response_format import MAX_FUNCTIONS
 
 MAX_CHOICES = 32
 MAX_MESSAGES = 4096
@@ -56,15 +57,55 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, Peers(True, False, False)] = refused(False)
 
 
+class CalledFunction(Body):
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    arguments: str = ""
+
+
+class ToolCall(Body):
+    """A call that the model made earlier."""
+
+    id: Annotated[str, Field(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Annotated[int | None, Peers(False, False, True, "no effect")] = None
+
+
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        Content | None, Peers(True, True, True, "may be absent beside `tool_calls`")
+    ] = None
     name: Annotated[Any, Peers(True, False, True)] = refused()
     refusal: Annotated[Any, Peers(True, False, False)] = refused()
     audio: Annotated[Any, Peers(True, False, False)] = refused()
     annotations: Annotated[Any, Peers(True, False, False)] = refused([])
-    tool_calls: Annotated[Any, Peers(True, True, True)] = refused([])
+    tool_calls: Annotated[
+        list[ToolCall] | None,
+        Field(max_length=MAX_FUNCTIONS),
+        Peers(True, True, True, "of role `assistant`"),
+    ] = None
+    tool_call_id: Annotated[
+        str | None, Field(max_length=256), Peers(True, True, True, "of role `tool`")
+    ] = None
     function_call: Annotated[Any, Peers(True, False, False)] = refused()
+
+
+class ToolFunction(Body):
+    name: Annotated[str, Field(max_length=64), Peers(True, True, True, "letters, digits, - and _")]
+    description: str | None = None
+    parameters: Annotated[
+        dict[str, Any] | None, Peers(True, True, True, "JSON schema; default: none")
+    ] = None
+    strict: Annotated[
+        bool | None,
+        Peers(True, False, False, "a forced call is held to its schema either way"),
+    ] = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: ToolFunction
 
 
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
@@ -127,10 +168,22 @@ class ChatCompletion(Generation):
     service_tier: Annotated[Any, Peers(True, False, False)] = refused("auto", "default")
     logprobs: Annotated[Any, Peers(True, True, True)] = refused(False)
     top_logprobs: Annotated[Any, Peers(True, True, True)] = refused(0)
-    response_format: Annotated[Any, Peers(True, True, True)] = refused({"type": "text"})
-    tools: Annotated[Any, Peers(True, True, True)] = refused([])
-    tool_choice: Annotated[Any, Peers(True, True, True)] = refused("none", "auto")
-    parallel_tool_calls: Annotated[Any, Peers(True, True, True)] = refused(True, False)
+    response_format: Annotated[
+        dict[str, Any] | None,
+        Peers(True, True, True, "`text`, `json_object`, `json_schema`; see below"),
+    ] = None
+    tools: Annotated[
+        list[Tool] | None,
+        Field(max_length=MAX_FUNCTIONS),
+        Peers(True, True, True, "functions; see below"),
+    ] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | dict[str, Any] | None,
+        Peers(True, True, True, "or the function that must be called"),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Peers(True, True, True, "false: one call at most")
+    ] = None
     functions: Annotated[Any, Peers(True, False, False)] = refused([])
     function_call: Annotated[Any, Peers(True, False, False)] = refused("none")
     modalities: Annotated[Any, Peers(True, False, False)] = refused(["text"])

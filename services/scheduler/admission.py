@@ -12,7 +12,9 @@ from shared.errors import RequestError
 from shared.messages import Request, SamplingParams, Step
 from shared.model.config import ModelConfig
 from shared.text.chat_template import ChatTemplate
+from shared.text.constraint import check_grammar
 from shared.text.prompt import chat_token_ids, check_token_ids, text_token_ids
+from shared.text.response_format import ResponseFormat
 from shared.text.tokenizer import Tokenizer
 from shared.topology import Layout
 
@@ -37,6 +39,7 @@ class Plan:
     max_position: int
     stop_token_ids: tuple[int, ...]
     deadline_unix_ms: int
+    response_format: ResponseFormat | None = None
 
 
 def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[str], int]) -> Plan:
@@ -56,6 +59,8 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[s
             f"the prompt has {len(token_ids)} tokens, and the model holds {limit} positions "
             "including the answer"
         )
+    if request.response_format is not None:
+        check_grammar(request.response_format)
     sampling = request.sampling
     if sampling.seed is None:
         sampling = replace(sampling, seed=draw_seed(request.request_id))
@@ -66,6 +71,7 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[s
         max_position=min(len(token_ids) + sampling.max_tokens, limit) - 1,
         stop_token_ids=model.config.eos_token_ids,
         deadline_unix_ms=request.deadline_unix_ms,
+        response_format=request.response_format,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.messages import FinishReason, SamplingParams
+from shared.text.response_format import ResponseFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class LedgerRecord:
     that is known, P-1 until the first is generated (-1 stands for that in a new record).
     `finish_reason` None means that it still runs. The rows of the first `num_cached` positions were
     there when it started: it shares them with other requests. `deadline_unix_ms` 0 means none.
+    `response_format` is what the answer must be, None for text.
     """
 
     request_id: str
@@ -33,6 +35,7 @@ class LedgerRecord:
     finish_reason: FinishReason | None = None
     error: str = ""
     num_cached: int = 0
+    response_format: ResponseFormat | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
