@@ -60,8 +60,13 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[s
             "including the answer"
         )
     if request.response_format is not None:
-        check_grammar(request.response_format)
+        _check_format(request.response_format, request.sampling, model)
     sampling = request.sampling
+    for token_id, _ in sampling.logit_bias:
+        if token_id >= model.config.vocab_size:
+            raise RequestError(
+                f"logit_bias names token {token_id}; the model has 0..{model.config.vocab_size - 1}"
+            )
     if sampling.seed is None:
         sampling = replace(sampling, seed=draw_seed(request.request_id))
     return Plan(
@@ -108,9 +113,10 @@ def first_step(
         sample=True,
         max_position=plan.max_position,
         tensors={"token_ids": np.array(token_ids, dtype=np.int32)},
-        sampling=plan.sampling,
+        sampling=plan.sampling.of_steps(),
         stop_token_ids=plan.stop_token_ids,
         deadline_unix_ms=plan.deadline_unix_ms,
+        shaped=plan.sampling.shapes_logits or plan.response_format is not None,
     )
 
 
@@ -147,6 +153,14 @@ def check_workers_bytes(plan: Plan, config: ModelConfig, max_bytes: int | None) 
             f"and the workers have room for {max_bytes} bytes of one request",
             remedy="ask for fewer max_tokens, or give workers more: cellpipe worker --memory",
         )
+
+
+def _check_format(wanted: ResponseFormat, sampling: SamplingParams, model: ServedModel) -> None:
+    if sampling.ignore_eos:
+        raise RequestError("ignore_eos goes with text alone: JSON has an end")
+    if not model.config.eos_token_ids:
+        raise RequestError("response_format needs a model with a token that ends an answer")
+    check_grammar(wanted)
 
 
 def _names_model(asked: str, model_id: str) -> bool:

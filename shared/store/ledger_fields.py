@@ -19,6 +19,9 @@ from shared.store.ledger_base import MAX_ERROR_CHARS
 from shared.store.ledger_types import Event, FinalEvent, LedgerRecord, RequestState, TokenEvent
 from shared.text.response_format import read_response_format
 
+_DEFAULTS = asdict(SamplingParams())
+_RARE = ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+
 
 def flat_fields(record: LedgerRecord) -> list[Argument]:
     """A record as field, value, field, value: what `_read_record` reads."""
@@ -27,7 +30,7 @@ def flat_fields(record: LedgerRecord) -> list[Argument]:
         "layout_id": record.layout_id,
         "prompt": _pack_tokens(record.prompt_token_ids),
         "num_prompt": record.num_prompt_tokens,
-        "sampling": json.dumps(asdict(record.sampling), separators=(",", ":")),
+        "sampling": _pack_sampling(record.sampling),
         "max_position": record.max_position,
         "stop": _pack_tokens(record.stop_token_ids),
         "epoch": record.epoch,
@@ -83,7 +86,7 @@ def read_record(request_id: str, fields: Mapping[str, bytes]) -> LedgerRecord:
             model_id=_text(fields["model_id"]),
             layout_id=_text(fields["layout_id"]),
             prompt_token_ids=_unpack_tokens(fields["prompt"]),
-            sampling=SamplingParams(**json.loads(fields["sampling"])),
+            sampling=_unpack_sampling(fields["sampling"]),
             max_position=int(fields["max_position"]),
             stop_token_ids=_unpack_tokens(fields["stop"]),
             epoch=int(fields["epoch"]),
@@ -104,6 +107,22 @@ def read_record(request_id: str, fields: Mapping[str, bytes]) -> LedgerRecord:
 def pairs(flat: Sequence[bytes]) -> dict[str, bytes]:
     """Field, value, field, value as a map."""
     return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+
+
+def _pack_sampling(sampling: SamplingParams) -> str:
+    """As JSON, without what most requests leave as it is."""
+    fields = asdict(sampling)
+    for name in _RARE:
+        if fields[name] == _DEFAULTS[name]:
+            del fields[name]
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _unpack_sampling(packed: bytes) -> SamplingParams:
+    fields = json.loads(packed)
+    if "logit_bias" in fields:
+        fields["logit_bias"] = tuple((token_id, bias) for token_id, bias in fields["logit_bias"])
+    return SamplingParams(**fields)
 
 
 def _pack_tokens(token_ids: Sequence[int]) -> bytes:

@@ -50,7 +50,7 @@ class Tokenizer:
             self.bos_token_id: int | None = document["bos_token_id"]
             self.eos_token_id: int | None = document["eos_token_id"]
             model, added = document["tokenizer"]["model"], document["tokenizer"]["added_tokens"]
-            table = token_table(model["vocab"], added)
+            table = self.token_table = token_table(model["vocab"], added)
             self._token_bytes, self._special_ids = table.tokens, table.special_ids
         except Exception as error:
             raise ModelError(

@@ -72,6 +72,9 @@ DRAFTED_STEP = replace(
     draft=(9, 8),
     accepted=(3, 4),
 )
+SHAPED_STEP = replace(
+    TOKENS_STEP, request_id="req-8", sampling=SamplingParams(0.8, seed=7, min_p=0.05), shaped=True
+)
 REQUEST = Request(
     "req-1",
     messages=(ChatMessage("system", "Be brief."), ChatMessage("user", "Größe?")),
@@ -87,6 +90,8 @@ EXAMPLES: dict[str, Message] = {
     "step.v1.f16": F16_STEP,
     "step.v1.i8": I8_STEP,
     "step.v2": DRAFTED_STEP,
+    "step.v3": SHAPED_STEP,
+    "step.v3.draft": replace(DRAFTED_STEP, shaped=True),
     "request.v1": REQUEST,
     "request.v1.prompt": Request("req-2", prompt="Hello"),
     "request.v1.token_ids": Request("req-3", token_ids=(1, 2, 3)),
@@ -94,6 +99,18 @@ EXAMPLES: dict[str, Message] = {
         "req-5", prompt="Hello", sampling=SamplingParams(speculation=False)
     ),
     "request.v1.stream": Request("req-6", prompt="Hello", stream=True),
+    "request.v1.penalties": Request(
+        "req-8",
+        prompt="Hello",
+        sampling=SamplingParams(
+            0.7,
+            min_p=0.05,
+            frequency_penalty=-2.0,
+            presence_penalty=0.5,
+            repetition_penalty=1.1,
+            logit_bias=((5, -100.0), (258, 1.5)),
+        ),
+    ),
     "token.v1": Token("req-6", 3, 258, " wörld"),
     "reply.v1": REPLY,
     "reply.v1.cached": replace(REPLY, num_cached_tokens=16, num_prompt_tokens=20),

@@ -55,8 +55,17 @@ SAMPLING_EDGES: dict[str, list[Any]] = {
     "max_tokens": [0, 1, -1, 1_048_576, 1_048_577, None, True, "1", 1.5],
     "ignore_eos": [True, False, None, 0],
     "speculation": [True, False, None, 1],
+    "min_p": [0, 1, 0.5, -0.1, 1.1, None, True, "1"],
+    "frequency_penalty": [0, -2, 2, 2.5, -2.5, None, True, "1"],
+    "presence_penalty": [0, -2, 2, 2.5, -2.5, None, True, "1"],
+    "repetition_penalty": [1, 0.01, 100, 0, 0.009, 100.5, None, True, "1"],
+    "logit_bias": [
+        None, {}, {"0": 1}, {"999999999": -100}, {"1": 100.5}, {"1": -101}, {"1": True}, {"1": "2"},
+        {"1": None}, {"01": 1}, {"9999999999": 1}, {"x": 1}, {"-1": 1}, [], [1], 1, "x",
+        {str(i): 1 for i in range(300)}, {str(i): 1 for i in range(301)},
+    ],
     "unknown": [None, 1],
-}
+}  # fmt: skip
 
 
 def is_taken(raw: dict[str, Any]) -> bool:
@@ -132,7 +141,8 @@ def test_no_field_is_left_out_or_made_up(kind: str, message_class: type[Any]) ->
     if kind == "request.v1":
         defaults = SamplingParams()
         for name, schema in properties["sampling"]["properties"].items():
-            assert schema["default"] == getattr(defaults, name), name
+            default = getattr(defaults, name)
+            assert schema["default"] == (dict(default) if name == "logit_bias" else default), name
         assert len(properties["sampling"]["properties"]) == len(fields(SamplingParams))
 
 
