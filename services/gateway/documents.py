@@ -41,7 +41,9 @@ class Chunks:
         if self._is_chat:
             delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
             if piece.calls:
-                delta["tool_calls"] = [self._call(piece.index, part) for part in piece.calls]
+                delta["tool_calls"] = [
+                    self._call(piece.index, part) for part in joined_parts(piece.calls)
+                ]
             return self._chunk(piece.index, delta, piece.finish_reason)
         return _dump(
             {
