@@ -20,7 +20,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import from_json
 
 from services.gateway.errors import ApiError
-from services.gateway.fields import Content, Number, Peers, Prompts, Stops, check_refused, refused
+from services.gateway.fields import (
+    Content,
+    Number,
+    Peers,
+    Prompts,
+    Stops,
+    ToolChoice,
+    check_refused,
+    refused,
+)
 from shared.messages import MAX_SEED, MAX_TOKENS_LIMIT
 from shared.text.response_format import MAX_FUNCTIONS
 
@@ -178,7 +187,7 @@ class ChatCompletion(Generation):
         Peers(True, True, True, "functions; see below"),
     ] = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | dict[str, Any] | None,
+        ToolChoice | None,
         Peers(True, True, True, "or the function that must be called"),
     ] = None
     parallel_tool_calls: Annotated[

@@ -9,6 +9,7 @@ that asks for it.
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 MAX_GRAMMARS = 16
 MAX_CALLS = 16  # of one answer
+# Of the grammar that was made here: it means nothing to who sent the schema.
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 # A space, or a line that is indented: without a bound, small models fill the answer with blanks.
 _BLANK = r"( |\n[ \t]{0,32})"
 # Without \u: half a surrogate pair is no text, and every other character may be written as it is.
@@ -196,4 +199,5 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _first_line(error: str) -> str:
-    return next((line.strip() for line in error.splitlines() if line.strip()), "")[:200]
+    line = next((line.strip() for line in error.splitlines() if line.strip()), "")
+    return _PLACE.sub("", line)[:200]
