@@ -35,7 +35,7 @@ from shared.codec_fields import (
 )
 from shared.codec_frames import JSON, MAX_FRAME_BYTES, MSGPACK, read_map, request_id_of
 from shared.codec_sampling import read_sampling, sampling_fields
-from shared.codec_tokens import read_token, token_fields
+from shared.codec_tokens import logprobs_fields, read_all_logprobs, read_token, token_fields
 from shared.errors import DecodeError, RequestError
 from shared.messages import (
     ChatMessage,
@@ -128,7 +128,7 @@ def _step_fields(step: Step) -> dict[str, Any]:
     if step.draft or step.accepted:
         # Another kind: whoever passed over these fields would take guesses for tokens.
         fields |= {"kind": "step.v2", "draft": step.draft, "accepted": step.accepted}
-    if step.shaped or step.sampling.min_p:
+    if step.shaped or step.sampling.min_p or step.sampling.logprobs is not None:
         # Again: whoever passed over these would draw other tokens.
         fields |= {
             "kind": "step.v3",
@@ -223,7 +223,7 @@ def _read_messages(raw: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
 
 
 def _reply_fields(reply: Reply) -> dict[str, Any]:
-    return {
+    fields: dict[str, Any] = {
         "kind": "reply.v1",
         "request_id": reply.request_id,
         "finish_reason": str(reply.finish_reason),
@@ -233,6 +233,9 @@ def _reply_fields(reply: Reply) -> dict[str, Any]:
         "error": reply.error,
         "num_cached_tokens": reply.num_cached_tokens,
     }
+    if reply.logprobs is not None:
+        fields["logprobs"] = [logprobs_fields(each) for each in reply.logprobs]
+    return fields
 
 
 def _read_reply(raw: dict[str, Any]) -> Reply:
@@ -252,6 +255,7 @@ def _read_reply(raw: dict[str, Any]) -> Reply:
         num_prompt_tokens=take_int(raw, "num_prompt_tokens"),
         error=take_text(raw, "error", ""),
         num_cached_tokens=take_int(raw, "num_cached_tokens", 0),
+        logprobs=read_all_logprobs(raw, len(token_ids)),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from shared.codec_fields import as_bool, as_float, as_int, take_map
+from shared.codec_fields import as_bool, as_float, as_int
 from shared.errors import DecodeError
 from shared.messages import MAX_SEED, SamplingParams
 from shared.sampling_params import BIAS_KEY, MAX_BIASES
@@ -30,6 +30,8 @@ def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
     }
     if sampling.min_p:
         fields["min_p"] = float(sampling.min_p)
+    if sampling.logprobs is not None:
+        fields["logprobs"] = sampling.logprobs
     if sampling.shapes_logits:
         fields |= _shape_fields(sampling)
     return fields
@@ -59,17 +61,19 @@ def read_sampling(raw: Mapping[str, Any]) -> SamplingParams:
             get("ignore_eos", False),
             get("speculation", True),
             get("min_p", 0.0),
+            get("logprobs"),
             get("frequency_penalty", 0.0),
             get("presence_penalty", 0.0),
             get("repetition_penalty", 1.0),
-            _read_bias(raw) if get("logit_bias") is not None else (),
+            () if get("logit_bias") is None else read_bias(raw["logit_bias"]),
         )
     except TypeError as error:  # what cannot be hashed is no number
         raise DecodeError("sampling holds a map or an array where a number belongs") from error
 
 
 # Every step of a request carries the same parameters: remembering them takes 4 of 17 us off a
-# decode. Typed, because True == 1 == 1.0; errors are not remembered.
+# decode. Typed, because True == 1 == 1.0; errors are not remembered. Of what is in a tuple it does
+# not see the type: that is checked before.
 @lru_cache(maxsize=256, typed=True)
 def _checked_sampling(
     temperature: Any,
@@ -80,6 +84,7 @@ def _checked_sampling(
     ignore_eos: Any,
     speculation: Any,
     min_p: Any,
+    logprobs: Any,
     frequency_penalty: Any,
     presence_penalty: Any,
     repetition_penalty: Any,
@@ -94,6 +99,7 @@ def _checked_sampling(
         ignore_eos=as_bool("ignore_eos", ignore_eos),
         speculation=as_bool("speculation", speculation),
         min_p=as_float("min_p", min_p),
+        logprobs=None if logprobs is None else as_int("logprobs", logprobs, -_INT64, _INT64),
         frequency_penalty=as_float("frequency_penalty", frequency_penalty),
         presence_penalty=as_float("presence_penalty", presence_penalty),
         repetition_penalty=as_float("repetition_penalty", repetition_penalty),
@@ -101,9 +107,10 @@ def _checked_sampling(
     )
 
 
-def _read_bias(raw: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
-    """Pairs by ascending token id, checked: in a tuple the cache would take True for 1."""
-    entries = take_map(raw, "logit_bias")
+def read_bias(entries: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs by ascending token id. Raises `DecodeError` for what is no map of ids to numbers."""
+    if type(entries) is not dict:
+        raise DecodeError(f"logit_bias must be a map, got {type(entries).__name__}")
     if len(entries) > MAX_BIASES:
         raise DecodeError(f"logit_bias must be at most {MAX_BIASES} tokens, got {len(entries)}")
     pairs = [(_token_id(name), as_float("logit_bias", bias)) for name, bias in entries.items()]

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import DecodeError, RequestError
+from shared.logprobs import TokenLogprobs
 from shared.sampling_params import MAX_SEED as MAX_SEED
 from shared.sampling_params import MAX_TOKEN_ID as MAX_TOKEN_ID
 from shared.sampling_params import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
@@ -190,7 +191,8 @@ class Step:
 class Reply:
     """`reply.v1`: the final answer, sent to a request's `reply_to` queue.
 
-    The first `num_cached_tokens` of the prompt had been computed for others before.
+    The first `num_cached_tokens` of the prompt had been computed for others before. `logprobs` are
+    those of each token, None if they were not asked for or would not fit into a message.
     """
 
     request_id: str
@@ -200,6 +202,7 @@ class Reply:
     num_prompt_tokens: int
     error: str = ""
     num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +218,7 @@ class Token:
     index: int
     token_id: int
     text: str
+    logprobs: TokenLogprobs | None = None
 
 
 Message = Request | Step | Reply | Token

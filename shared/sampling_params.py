@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, replace
 
 from shared.errors import RequestError
+from shared.logprobs import MAX_TOP_LOGPROBS
 
 MAX_TOKENS_LIMIT = 1_048_576
 MAX_SEED = 2**64 - 1
@@ -33,6 +34,9 @@ class SamplingParams:
     Greedy or not, the logits are shaped first: `logit_bias` (token id, bias) is added; what stands
     in prompt or answer is divided by `repetition_penalty`, or multiplied below 0; what stands in
     the answer loses `frequency_penalty` for each time and `presence_penalty` once.
+
+    `logprobs` None is off; else the log probability of each token is told, and those of so many
+    likeliest ones. They are the model's own, before anything of the above.
     """
 
     temperature: float = 0.0
@@ -47,6 +51,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
@@ -71,6 +76,10 @@ class SamplingParams:
             raise RequestError(
                 f"repetition_penalty must be in {MIN_REPETITION}..{MAX_REPETITION:g} (1 is off), "
                 f"got {self.repetition_penalty!r}"
+            )
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(
+                f"logprobs must be in 0..{MAX_TOP_LOGPROBS} or null, got {self.logprobs!r}"
             )
         if self.logit_bias:
             self._check_bias()

@@ -1,7 +1,7 @@
 """Between bodies in OpenAI's format and requests and replies. Pure: knows no file and no queue.
 
 Fields and defaults are those of https://platform.openai.com/docs/api-reference/chat and
-/completions; `top_k` and `ignore_eos` are vLLM's additions.
+/completions; `top_k`, `min_p`, `repetition_penalty` and `ignore_eos` are vLLM's additions.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from shared.codec_fields import as_bool, as_float, as_int
-from shared.errors import PermanentError, RequestError
+from shared.codec_sampling import read_bias
+from shared.errors import PermanentError, RequestError, StoreDamaged
+from shared.logprobs import MAX_TOP_LOGPROBS
 from shared.messages import MAX_SEED, ChatMessage, FinishReason, Reply, Request, SamplingParams
+from shared.text.logprobs import chat_logprobs, shown_tokens, text_logprobs
+from shared.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -31,21 +35,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "stop": ([], ""),
     "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
 }
-_COMMON = frozenset({"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos"})
+_PLAIN = ("top_k", "top_p", "seed", "ignore_eos", "min_p", "frequency_penalty", "presence_penalty",
+          "repetition_penalty", "logit_bias")  # fmt: skip
+_COMMON = frozenset({"model", "max_tokens", "temperature", "logprobs", *_PLAIN})
+MAX_TEXT_LOGPROBS = 5  # as OpenAI's
 _OWN = {
-    CHAT_URL: frozenset({"messages", "max_completion_tokens"}),
+    CHAT_URL: frozenset({"messages", "max_completion_tokens", "top_logprobs"}),
     COMPLETIONS_URL: frozenset({"prompt"}),
 }
 
@@ -81,15 +81,13 @@ def request_of(
         raise BodyError("model must be text", param="model")
     values: dict[str, Any] = {
         "temperature": given.get("temperature", 1.0),
-        "top_k": given.get("top_k", 0),
-        "top_p": given.get("top_p", 1.0),
-        "seed": given.get("seed"),
         "max_tokens": max_tokens,
-        "ignore_eos": given.get("ignore_eos", False),
+        **{name: given[name] for name in _PLAIN if name in given},
     }
     sampling = SamplingParams()
     for name, value in values.items():  # one at a time, so that an error names its field
         sampling = _checked(name, partial(_with, sampling, name, value))
+    sampling = replace(sampling, logprobs=_num_logprobs(url, given))
     return _checked(
         "messages" if url == CHAT_URL else "prompt",
         lambda: Request(
@@ -103,7 +101,14 @@ def request_of(
     )
 
 
-def response_body(url: str, reply: Reply, *, model_id: str, created_unix_s: int) -> dict[str, Any]:
+def response_body(
+    url: str,
+    reply: Reply,
+    *,
+    model_id: str,
+    created_unix_s: int,
+    logprobs: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """The body of a successful response to a request to `url`."""
     is_chat = url == CHAT_URL
     choice: dict[str, Any] = {"index": 0}
@@ -111,7 +116,7 @@ def response_body(url: str, reply: Reply, *, model_id: str, created_unix_s: int)
         choice["message"] = {"role": "assistant", "content": reply.text}
     else:
         choice["text"] = reply.text
-    choice |= {"logprobs": None, "finish_reason": str(reply.finish_reason)}
+    choice |= {"logprobs": logprobs, "finish_reason": str(reply.finish_reason)}
     num_prompt, num_generated = reply.num_prompt_tokens, len(reply.token_ids)
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{reply.request_id}",
@@ -126,6 +131,16 @@ def response_body(url: str, reply: Reply, *, model_id: str, created_unix_s: int)
             "prompt_tokens_details": {"cached_tokens": reply.num_cached_tokens},
         },
     }
+
+
+def response_logprobs(url: str, reply: Reply, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The log probabilities of a response to a request that asked for them."""
+    if reply.logprobs is None and reply.token_ids:
+        raise StoreDamaged("the store has lost the log probabilities of the answer")
+    tokens = shown_tokens(reply.token_ids, reply.logprobs or (), tokenizer)
+    if url == CHAT_URL:
+        return chat_logprobs(tokens, tokenizer)
+    return text_logprobs(tokens, tokenizer, num_top=num_top)
 
 
 def error_body(message: str, *, param: str | None = None) -> dict[str, Any]:
@@ -164,8 +179,12 @@ def _checked(param: str, read: Callable[[], T]) -> T:
 
 def _with(sampling: SamplingParams, name: str, value: Any) -> SamplingParams:
     match name:
-        case "temperature" | "top_p":
+        case "temperature" | "top_p" | "min_p":
             read: Any = as_float(name, value)
+        case "frequency_penalty" | "presence_penalty" | "repetition_penalty":
+            read = as_float(name, value)
+        case "logit_bias":
+            read = read_bias(value)
         case "ignore_eos":
             read = as_bool(name, value)
         case "seed":
@@ -173,6 +192,22 @@ def _with(sampling: SamplingParams, name: str, value: Any) -> SamplingParams:
         case _:
             read = as_int(name, value)
     return replace(sampling, **{name: read})
+
+
+def _num_logprobs(url: str, given: Mapping[str, Any]) -> int | None:
+    """How many likeliest tokens are asked for at each place; None for no probabilities."""
+    if url != CHAT_URL:
+        if given.get("logprobs", False) is False:  # a chat's word for none, and taken here too
+            return None
+        return _checked(
+            "logprobs", lambda: as_int("logprobs", given["logprobs"], 0, MAX_TEXT_LOGPROBS)
+        )
+    asks = _checked("logprobs", lambda: as_bool("logprobs", given.get("logprobs", False)))
+    num_top = given.get("top_logprobs", 0)
+    num_top = _checked("top_logprobs", lambda: as_int("top_logprobs", num_top, 0, MAX_TOP_LOGPROBS))
+    if num_top and not asks:
+        raise BodyError(f"top_logprobs {num_top} is for logprobs: true", param="top_logprobs")
+    return num_top if asks else None
 
 
 def _messages(value: Any) -> tuple[ChatMessage, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from services.batch.bodies import error_body, response_body, was_refused
+from services.batch.bodies import error_body, response_body, response_logprobs, was_refused
 from services.batch.lines import Entry, Line
 from services.batch.output import BatchOutput
 from shared.backoff import Backoff
@@ -22,6 +22,7 @@ from shared.errors import Overloaded, PermanentError, RequestError, TransientErr
 from shared.messages import FinishReason, Reply, Request
 from shared.producer import Producer
 from shared.store.ledger_types import RequestState
+from shared.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
@@ -77,6 +78,7 @@ class BatchRun:
     read: Callable[[Entry], Line]
     check: Callable[[], None]
     model_id: str
+    tokenizer: Tokenizer
     limits: BatchLimits = BatchLimits()
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -184,10 +186,11 @@ class BatchRun:
         line = pending.line
         try:
             reply = self.producer.result(request_id, timeout_s=0)
+            answer = _answer_line(line, reply, self.model_id, self.tokenizer)
         except PermanentError as error:
             self.output.write(_line(line, error=("store_damaged", str(error))))
         else:
-            self.output.write(_answer_line(line, reply, self.model_id))
+            self.output.write(answer)
             num_tokens = pending.num_tokens if pending.was_known else len(reply.token_ids)
             self._ended_tokens += num_tokens
         del self._pending[request_id]
@@ -198,14 +201,23 @@ class BatchRun:
             self._checked_at_s = self.clock()
 
 
-def _answer_line(line: Line, reply: Reply, model_id: str) -> dict[str, Any]:
+def _answer_line(line: Line, reply: Reply, model_id: str, tokenizer: Tokenizer) -> dict[str, Any]:
     if was_refused(reply):
         return _refusal_line(line, reply.error)
     if reply.finish_reason is FinishReason.ERROR:
         return _line(line, error=("request_failed", reply.error))
     if reply.finish_reason is FinishReason.ABORT:
         return _line(line, error=("cancelled", "the request was cancelled"))
-    body = response_body(line.url, reply, model_id=model_id, created_unix_s=int(time.time()))
+    num_top = line.request.sampling.logprobs if line.request else None
+    body = response_body(
+        line.url,
+        reply,
+        model_id=model_id,
+        created_unix_s=int(time.time()),
+        logprobs=None
+        if num_top is None
+        else response_logprobs(line.url, reply, num_top, tokenizer),
+    )
     return _line(line, status_code=200, body=body)
 
 

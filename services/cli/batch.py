@@ -136,6 +136,7 @@ def _run(
         read=lambda entry: lines.read(entry, chat_max_tokens=chat_max_tokens, own_name=own_name),
         check=session.check,
         model_id=session.model_id,
+        tokenizer=session.tokenizer,
         limits=BatchLimits(concurrency=concurrency),
     )
     num_before = len(answers.done)

@@ -14,6 +14,7 @@ from services.gateway.reader import Feed
 from shared.messages import FinishReason
 from shared.producer import DEADLINE_GRACE_MS
 from shared.store.ledger_types import FinalEvent
+from shared.text.logprobs import ShownToken
 from shared.text.tokenizer import Tokenizer
 from shared.text.tool_calls import MAX_FREE_CALLS, CallPart, ForcedCalls, FreeCalls
 
@@ -22,6 +23,7 @@ from shared.text.tool_calls import MAX_FREE_CALLS, CallPart, ForcedCalls, FreeCa
 class Piece:
     """Text and calls of one choice up to its `num_tokens`th token, and its end if it was reached.
 
+    `tokens` are those that begin in the text, if log probabilities were asked for.
     `event_id` says how far a reader is who has seen it and all before it.
     """
 
@@ -30,6 +32,7 @@ class Piece:
     text: str = ""
     finish_reason: str | None = None
     event_id: str = ""
+    tokens: list[ShownToken] = field(default_factory=list)
     calls: list[CallPart] = field(default_factory=list)
 
 
@@ -121,7 +124,6 @@ class Answer:
                 text = choice.take(event)
                 if choice.was_cut and not had_ended:
                     self._cut(request_id)
-            calls = choice.take_calls()
             has_ended = choice.finish_reason is not None
             shown = self.shown[choice.index]
             if isinstance(event, FinalEvent) and not has_ended:
@@ -129,10 +131,11 @@ class Answer:
             if shown.is_finished or (choice.num_tokens <= shown.num_tokens and not has_ended):
                 continue
             if choice.num_tokens <= shown.num_tokens and not isinstance(event, FinalEvent):
-                text, calls = "", []  # it was shown, its end was not
+                text, choice.parts, choice.shown = "", [], []  # it was shown, its end was not
             piece = pieces.setdefault(choice.index, Piece(choice.index))
             piece.text += text
-            piece.calls += calls
+            piece.calls += choice.parts
+            piece.tokens += choice.shown
             piece.num_tokens = choice.num_tokens
             piece.finish_reason = choice.finish_reason
         new = [p for p in pieces.values() if self._note_shown(p)]

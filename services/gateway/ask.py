@@ -45,8 +45,23 @@ def read_ask(body: Generation, backend: Backend) -> Ask:
     form = Form()
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is for stream: true", param="stream_options")
+    for token_id, _ in body.logit_bias:
+        if token_id >= backend.vocab_size:
+            raise ApiError(
+                400,
+                f"logit_bias names token {token_id}; the model has 0..{backend.vocab_size - 1}",
+                param="logit_bias",
+                code="invalid_value",
+            )
     match body:
         case ChatCompletion():
+            if body.top_logprobs is not None and not body.logprobs:
+                raise ApiError(
+                    400,
+                    f"top_logprobs {body.top_logprobs} is for logprobs: true",
+                    param="top_logprobs",
+                    code="invalid_value",
+                )
             if body.max_tokens is not None and body.max_completion_tokens is not None:
                 raise ApiError(
                     400,
@@ -152,4 +167,21 @@ def _sampling(body: Generation, max_tokens: int, choice: int) -> SamplingParams:
         seed=None if body.seed is None else (body.seed + choice) % 2**64,
         max_tokens=max_tokens,
         ignore_eos=bool(body.ignore_eos),
+        min_p=body.min_p or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=body.logit_bias,
+        logprobs=num_logprobs(body),
     )
+
+
+def num_logprobs(body: Generation) -> int | None:
+    """How many likeliest tokens it wants to know of at each place; None for no probabilities."""
+    match body:
+        case ChatCompletion():
+            return (body.top_logprobs or 0) if body.logprobs else None
+        case TextCompletion():
+            return body.logprobs
+        case _:
+            raise TypeError(f"no completion: {type(body).__name__}")

@@ -9,6 +9,8 @@ from typing import Any
 from services.gateway.answer import Answer, Piece, Usage
 from services.gateway.backend import Backend
 from services.gateway.choice import Choice
+from services.gateway.note import Note
+from shared.text.logprobs import ShownToken, chat_logprobs, text_logprobs
 from shared.text.tool_calls import CallPart, joined_parts
 
 
@@ -16,7 +18,7 @@ def whole_document(answer: Answer, pieces: list[Piece], backend: Backend) -> dic
     """The answer to a request that is no stream, from the pieces of all choices."""
     assert answer.usage is not None, "every request has ended"
     choices = [
-        _choice(answer, choice, [piece for piece in pieces if piece.index == choice.index])
+        _choice(answer, choice, [p for p in pieces if p.index == choice.index], backend)
         for choice in answer.choices
     ]
     kind = "chat.completion" if answer.note.kind == "chat" else "text_completion"
@@ -28,6 +30,8 @@ class Chunks:
 
     def __init__(self, answer: Answer, backend: Backend) -> None:
         self._completion_id = answer.completion_id
+        self._note = answer.note
+        self._backend = backend
         self._is_chat = answer.note.kind == "chat"
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         self._head = _head(answer, kind, backend)
@@ -35,7 +39,7 @@ class Chunks:
         self._tail: dict[str, Any] = {"usage": None} if answer.note.include_usage else {}
 
     def opening(self, piece: Piece) -> str:
-        return self._chunk(piece.index, {"role": "assistant", "content": ""}, None)
+        return self._chunk(piece, {"role": "assistant", "content": ""})
 
     def piece(self, piece: Piece) -> str:
         if self._is_chat:
@@ -44,7 +48,7 @@ class Chunks:
                 delta["tool_calls"] = [
                     self._call(piece.index, part) for part in joined_parts(piece.calls)
                 ]
-            return self._chunk(piece.index, delta, piece.finish_reason)
+            return self._chunk(piece, delta)
         return _dump(
             {
                 **self._head,
@@ -52,7 +56,7 @@ class Chunks:
                     {
                         "index": piece.index,
                         "text": piece.text,
-                        "logprobs": None,
+                        "logprobs": self._logprobs(piece),
                         "finish_reason": piece.finish_reason,
                     }
                 ],
@@ -68,9 +72,18 @@ class Chunks:
             return {"index": part.index, "function": {"arguments": part.arguments}}
         return {"index": part.index, **_tool_call(self._completion_id, choice, part)}
 
-    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None) -> str:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(self, piece: Piece, delta: dict[str, Any]) -> str:
+        choice = {
+            "index": piece.index,
+            "delta": delta,
+            "logprobs": self._logprobs(piece),
+            "finish_reason": piece.finish_reason,
+        }
         return _dump({**self._head, "choices": [choice], **self._tail})
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        """Those of the tokens that begin in the piece; none in one that only opens or ends."""
+        return _logprobs(self._note, piece.tokens, self._backend) if piece.tokens else None
 
 
 def _head(answer: Answer, kind: str, backend: Backend) -> dict[str, Any]:
@@ -83,8 +96,11 @@ def _head(answer: Answer, kind: str, backend: Backend) -> dict[str, Any]:
     }
 
 
-def _choice(answer: Answer, choice: Choice, pieces: list[Piece]) -> dict[str, Any]:
+def _choice(
+    answer: Answer, choice: Choice, pieces: list[Piece], backend: Backend
+) -> dict[str, Any]:
     text = "".join(piece.text for piece in pieces)
+    tokens = [token for piece in pieces for token in piece.tokens]
     document: dict[str, Any] = {"index": choice.index}
     if answer.note.kind == "text":
         document["text"] = text
@@ -98,7 +114,8 @@ def _choice(answer: Answer, choice: Choice, pieces: list[Piece]) -> dict[str, An
                     _tool_call(answer.completion_id, choice.index, part) for part in parts
                 ],
             }
-    return {**document, "logprobs": None, "finish_reason": choice.finish_reason}
+    document["logprobs"] = _logprobs(answer.note, tokens, backend)
+    return {**document, "finish_reason": choice.finish_reason}
 
 
 def _tool_call(completion_id: str, choice: int, part: CallPart) -> dict[str, Any]:
@@ -110,6 +127,14 @@ def _tool_call(completion_id: str, choice: int, part: CallPart) -> dict[str, Any
         "type": "function",
         "function": {"name": part.name, "arguments": part.arguments},
     }
+
+
+def _logprobs(note: Note, tokens: list[ShownToken], backend: Backend) -> dict[str, Any] | None:
+    if note.logprobs is None:
+        return None
+    if note.kind == "chat":
+        return chat_logprobs(tokens, backend.tokenizer)
+    return text_logprobs(tokens, backend.tokenizer, num_top=note.logprobs)
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

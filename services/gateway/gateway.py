@@ -17,7 +17,7 @@ import structlog
 
 from services.gateway.access import Limits
 from services.gateway.answer import Answer
-from services.gateway.ask import Ask, num_choices, read_ask
+from services.gateway.ask import Ask, num_choices, num_logprobs, read_ask
 from services.gateway.backend import Backend
 from services.gateway.errors import ApiError
 from services.gateway.event_ids import EventId, Shown
@@ -199,6 +199,7 @@ class Gateway:
             stops=body.stop,
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
             store=isinstance(body, ChatCompletion) and bool(body.store),
+            logprobs=num_logprobs(body),
             calls=ask.form.calls,
             functions=ask.form.functions,
             parallel=ask.form.parallel,

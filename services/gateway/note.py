@@ -16,8 +16,9 @@ Calls = Literal["", "free", "forced"]
 class Note:
     """How an answer is shown: its choices are `num_prompts` times `n`, those of a prompt in a row.
 
-    `owner` is the name of the key that asked. `calls`: how calls of `functions` are looked for in
-    what the model writes, "" not at all; not `parallel`: one at most.
+    `owner` is the name of the key that asked, `logprobs` how many likeliest tokens it wants to see.
+    `calls`: how calls of `functions` are looked for in what the model writes, "" not at all; not
+    `parallel`: one at most.
     """
 
     kind: Kind
@@ -29,6 +30,7 @@ class Note:
     stops: tuple[str, ...]
     include_usage: bool
     store: bool
+    logprobs: int | None = None
     calls: Calls = ""
     functions: tuple[str, ...] = ()
     parallel: bool = True
@@ -38,7 +40,10 @@ class Note:
         return self.num_prompts * self.n
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        if self.logprobs is None:  # most ask for none, and an older gateway knows of none
+            del fields["logprobs"]
+        return fields
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Note:
@@ -53,6 +58,8 @@ class Note:
         for name, kinds in (("n", int), ("num_prompts", int), ("owner", str)):
             if not isinstance(getattr(note, name), kinds):
                 raise StoreDamaged(f"the note of a completion has no {name}")
+        if not isinstance(note.logprobs, int | None):
+            raise StoreDamaged("the logprobs of a completion are no number")
         return note
 
 

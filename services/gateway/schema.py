@@ -21,6 +21,7 @@ from pydantic_core import from_json
 
 from services.gateway.errors import ApiError
 from services.gateway.fields import (
+    Bias,
     Content,
     Number,
     Peers,
@@ -30,12 +31,15 @@ from services.gateway.fields import (
     check_refused,
     refused,
 )
+from shared.logprobs import MAX_TOP_LOGPROBS
 from shared.messages import MAX_SEED, MAX_TOKENS_LIMIT
+from shared.sampling_params import MAX_BIASES, MAX_PENALTY, MAX_REPETITION, MIN_REPETITION
 from shared.text.response_format import MAX_FUNCTIONS
 
 MAX_CHOICES = 32
 MAX_MESSAGES = 4096
 MAX_METADATA = 16
+MAX_TEXT_LOGPROBS = 5  # as OpenAI's
 
 _BOTH = Peers(True, True, True)
 
@@ -117,6 +121,7 @@ class Tool(Body):
     function: ToolFunction
 
 
+Penalty = Annotated[Number | None, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
 
 
@@ -148,12 +153,22 @@ class Generation(Body):
     user: Annotated[str | None, Field(max_length=1024), Peers(True, False, False, "no effect")] = (
         None
     )
-    frequency_penalty: Annotated[Any, Peers(True, True, True)] = refused(0)
-    presence_penalty: Annotated[Any, Peers(True, True, True)] = refused(0)
-    repetition_penalty: Annotated[Any, Peers(False, False, True)] = refused(1)
+    frequency_penalty: Annotated[
+        Penalty, Peers(True, True, True, "for each time in the answer")
+    ] = None
+    presence_penalty: Annotated[Penalty, Peers(True, True, True, "once, if in the answer")] = None
+    repetition_penalty: Annotated[
+        Number | None,
+        Field(ge=MIN_REPETITION, le=MAX_REPETITION),
+        Peers(False, False, True, "of prompt and answer; 1 is off"),
+    ] = None
     repeat_penalty: Annotated[Any, Peers(False, True, False)] = refused(1)
-    min_p: Annotated[Any, Peers(False, True, True)] = refused(0)
-    logit_bias: Annotated[Any, Peers(True, True, True)] = refused({})
+    min_p: Annotated[
+        Number | None, Field(ge=0, le=1), Peers(False, True, True, "0 is off; llama-server: 0.05")
+    ] = None
+    logit_bias: Annotated[
+        Bias, Peers(True, True, True, f"up to {MAX_BIASES} token ids, each -100 to 100")
+    ] = ()
 
 
 class ChatCompletion(Generation):
@@ -175,8 +190,14 @@ class ChatCompletion(Generation):
         Peers(True, False, False, "no effect"),
     ] = None
     service_tier: Annotated[Any, Peers(True, False, False)] = refused("auto", "default")
-    logprobs: Annotated[Any, Peers(True, True, True)] = refused(False)
-    top_logprobs: Annotated[Any, Peers(True, True, True)] = refused(0)
+    logprobs: Annotated[
+        bool | None, Peers(True, True, True, "of the model, before bias, penalties and temperature")
+    ] = None
+    top_logprobs: Annotated[
+        int | None,
+        Field(ge=0, le=MAX_TOP_LOGPROBS),
+        Peers(True, True, True, "only with `logprobs: true`"),
+    ] = None
     response_format: Annotated[
         dict[str, Any] | None,
         Peers(True, True, True, "`text`, `json_object`, `json_schema`; see below"),
@@ -212,7 +233,11 @@ class TextCompletion(Generation):
     max_tokens: Annotated[Tokens | None, Peers(True, True, True, "default 16")] = None
     best_of: Annotated[Any, Peers(True, False, False)] = refused(1)
     echo: Annotated[Any, Peers(True, False, True)] = refused(False)
-    logprobs: Annotated[Any, Peers(True, True, True)] = refused()
+    logprobs: Annotated[
+        int | None,
+        Field(ge=0, le=MAX_TEXT_LOGPROBS),
+        Peers(True, True, True, "so many likeliest tokens, and the one that was drawn"),
+    ] = None
     suffix: Annotated[Any, Peers(True, False, False)] = refused("")
 
 
@@ -254,7 +279,7 @@ def read_body(raw: bytes, kind: type[BodyType]) -> BodyType:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = error.errors(include_url=False, include_context=False)[0]
     param = _path(first["loc"])
     match first["type"]:
         case "extra_forbidden":
@@ -276,7 +301,10 @@ def _refusal(error: ValidationError) -> ApiError:
                 code="missing_required_parameter",
             )
         case _:
-            return ApiError(400, f"{param}: {first['msg']:.300}", param=param, code="invalid_value")
+            given = first["input"]
+            got = f", got {given!r:.40}" if isinstance(given, int | float) else ""
+            message = f"{param}: {first['msg']:.300}{got}"
+            return ApiError(400, message, param=param, code="invalid_value")
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -18,9 +18,11 @@ from services.worker.stages import COMPUTE, REDIS, Stages
 from services.worker.steps import following_step
 from services.worker.verdict import finish_reason
 from shared.errors import DecodeError, RequestError, StoreDamaged
-from shared.messages import FinishReason, Step
+from shared.logprobs import TokenLogprobs
+from shared.messages import Step
 from shared.model.layer_group import LayerGroup
 from shared.model.logits import LogitsProcessor
+from shared.model.logprobs import token_logprobs
 from shared.model.sampling import sample
 from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import AlreadyCommitted, Commit, CommitResult, Committed
@@ -75,11 +77,10 @@ def sample_and_commit(
             processors = shaping.take(step)
             if processors is None:
                 continue
-            token_ids, reason = _draw(step, piece.draft, row, processors)
+            commit = _draw(step, piece.draft, row, processors)
         except (StoreDamaged, DecodeError, RequestError) as error:  # of this request alone
             outcomes[number] = OutOfOrder(str(error))
             continue
-        commit = Commit(step.request_id, step.epoch, step.end_position, token_ids, reason)
         drawn.append((number, commit, processors))
     stages.lap(COMPUTE)
     results = ledger.commit_all([commit for _, commit, _ in drawn]) if drawn else []
@@ -118,7 +119,7 @@ def _draw(
     draft: Sequence[int],
     logits: npt.NDArray[np.float32],
     processors: Sequence[LogitsProcessor],
-) -> tuple[Sequence[int], FinishReason | None]:
+) -> Commit:
     """The tokens that follow, from logits (1 + len(draft), V), and why the request ends with them.
 
     A row counts as long as the tokens before it are those that it was computed from. The
@@ -127,6 +128,7 @@ def _draw(
     params = step.sampling
     assert params.seed is not None, "a step always carries its seed"
     token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     for row, guessed in zip(logits, (*draft, None), strict=True):
         position = step.end_position + len(token_ids)
         token_id = sample(
@@ -140,9 +142,11 @@ def _draw(
             processors=processors,
         )
         token_ids.append(token_id)
+        if params.logprobs is not None:
+            logprobs.append(token_logprobs(row, token_id, params.logprobs))
         for processor in processors:
             processor.advance(token_id)
         reason = finish_reason(step, token_id=token_id, position=position)
         if reason is not None or token_id != guessed:
             break
-    return token_ids, reason
+    return Commit(step.request_id, step.epoch, step.end_position, token_ids, reason, logprobs)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shared.errors import CellpipeError, DecodeError, StoreDamaged
+from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason, SamplingParams
 from shared.store.connection import Argument
 from shared.store.ledger_base import MAX_ERROR_CHARS
@@ -20,7 +21,14 @@ from shared.store.ledger_types import Event, FinalEvent, LedgerRecord, RequestSt
 from shared.text.response_format import read_response_format
 
 _DEFAULTS = asdict(SamplingParams())
-_RARE = ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+_RARE = (
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "logprobs",
+)
 
 
 def flat_fields(record: LedgerRecord) -> list[Argument]:
@@ -65,7 +73,13 @@ def read_event(entry: Sequence[Any]) -> Event:
     try:
         fields = pairs(flat)
         if "t" in fields:
-            return TokenEvent(event_id, int(event_id.partition("-")[0]), int(fields["t"]))
+            packed = fields.get("l")
+            return TokenEvent(
+                event_id,
+                int(event_id.partition("-")[0]),
+                int(fields["t"]),
+                None if packed is None else TokenLogprobs.unpack(packed),
+            )
         return FinalEvent(
             event_id,
             FinishReason(_text(fields["reason"])),

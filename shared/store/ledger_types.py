@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason, SamplingParams
 from shared.text.response_format import ResponseFormat
 
@@ -59,13 +60,14 @@ class RequestState:
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Tokens of the positions from `position` on. The request ends with the last one if `finish`
-    says so."""
+    says so. `logprobs` are those of each token, or () for a request that did not ask."""
 
     request_id: str
     epoch: int
     position: int
     token_ids: Sequence[int]
     finish: FinishReason | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ class TokenEvent:
     event_id: str
     position: int
     token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import msgpack
 import numpy as np
 
 from shared.codec import encode
+from shared.logprobs import TokenLogprobs
 from shared.messages import (
     ChatMessage,
     FinishReason,
@@ -83,6 +84,7 @@ REQUEST = Request(
     sampling=SamplingParams(0.7, 5, 0.9, 11, 64, False),
     deadline_unix_ms=1_790_000_000_000,
 )
+LOGPROBS = TokenLogprobs(-1.5, ((7, -0.25), (258, -1.5)))
 REPLY = Reply("req-1", FinishReason.LENGTH, "about 12 cm", (5, 6, 7), 12)
 EXAMPLES: dict[str, Message] = {
     "step.v1": STEP,
@@ -93,6 +95,7 @@ EXAMPLES: dict[str, Message] = {
     "step.v2": DRAFTED_STEP,
     "step.v3": SHAPED_STEP,
     "step.v3.draft": replace(DRAFTED_STEP, shaped=True),
+    "step.v3.logprobs": replace(TOKENS_STEP, sampling=SamplingParams(seed=7, logprobs=0)),
     "request.v1": REQUEST,
     "request.v1.prompt": Request("req-2", prompt="Hello"),
     "request.v1.token_ids": Request("req-3", token_ids=(1, 2, 3)),
@@ -120,8 +123,16 @@ EXAMPLES: dict[str, Message] = {
         token_ids=(1,),
         response_format=calls_format([read_function("f", None, "")], parallel=True),
     ),
+    "request.v1.logprobs": Request("req-9", prompt="Hello", sampling=SamplingParams(logprobs=20)),
     "token.v1": Token("req-6", 3, 258, " wörld"),
+    "token.v1.logprobs": Token(
+        "req-9", 3, 258, "x", TokenLogprobs(-1.5, ((7, -0.25), (258, -1.5)))
+    ),
     "reply.v1": REPLY,
+    "reply.v1.logprobs": replace(
+        REPLY,
+        logprobs=(TokenLogprobs(-0.5), TokenLogprobs(-2.0, ((7, -0.25),)), TokenLogprobs(0.0)),
+    ),
     "reply.v1.cached": replace(REPLY, num_cached_tokens=16, num_prompt_tokens=20),
     "reply.v1.error": Reply("req-4", FinishReason.ERROR, "", (), 3, "deadline passed"),
 }

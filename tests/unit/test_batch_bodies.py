@@ -38,6 +38,22 @@ def test_parameters_are_taken_over() -> None:
     assert request.model == "m"
     assert chat(max_completion_tokens=4, max_tokens=3).sampling.max_tokens == 4
     assert chat(temperature=0).sampling.temperature == 0.0
+    shaping = {"min_p": 0.1, "frequency_penalty": 1, "presence_penalty": -0.5,
+               "repetition_penalty": 1.2}  # fmt: skip
+    assert chat(**shaping, logit_bias={"7": 5, "3": -100}).sampling == SamplingParams(
+        1.0, max_tokens=99, logit_bias=((3, -100.0), (7, 5.0)), **shaping
+    )
+
+
+def test_log_probabilities_are_asked_for_as_of_openai() -> None:
+    assert chat(logprobs=True).sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).sampling.logprobs == 20
+    assert chat(logprobs=False, top_logprobs=0).sampling.logprobs is None
+    assert complete(prompt="x", logprobs=0).sampling.logprobs == 0
+    assert complete(prompt="x", logprobs=5).sampling.logprobs == 5
+    for wrong in (6, -1, True, "1"):
+        with pytest.raises(BodyError, match="logprobs"):
+            complete(prompt="x", logprobs=wrong)
 
 
 def test_content_may_come_in_parts_of_text() -> None:
@@ -66,9 +82,12 @@ def test_what_asks_for_nothing_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("param", "value"),
     [
-        ("n", 2), ("stream", True), ("stop", "x"), ("stop", ["x"]), ("logprobs", True),
+        ("n", 2), ("stream", True), ("stop", "x"), ("stop", ["x"]), ("logprobs", 1),
+        ("top_logprobs", 2), ("top_logprobs", 21), ("min_p", 2), ("presence_penalty", 3),
+        ("repetition_penalty", 0),
         ("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}),
-        ("frequency_penalty", 0.5), ("logit_bias", {"1": 2}), ("made_up", 1), ("prompt", "x"),
+        ("frequency_penalty", 2.5), ("logit_bias", {"1": 101}), ("logit_bias", [1]),
+        ("made_up", 1), ("prompt", "x"),
         ("temperature", -1), ("temperature", "warm"), ("temperature", True), ("top_p", 0),
         ("top_p", 2), ("top_k", -1), ("top_k", 1.5), ("seed", -1), ("seed", 1.5),
         ("max_tokens", 0), ("max_tokens", 2**40), ("model", 7), ("ignore_eos", 1),
@@ -118,7 +137,8 @@ _JSON = st.recursive(
 )
 _FIELDS = st.sampled_from(
     ["messages", "prompt", "model", "temperature", "seed", "stop", "n", "max_tokens", "tools",
-     "top_k", "logit_bias", "response_format", "ignore_eos", "x"]
+     "top_k", "logit_bias", "logprobs", "top_logprobs", "min_p", "presence_penalty",
+     "response_format", "ignore_eos", "x"]
 )  # fmt: skip
 
 

@@ -76,9 +76,10 @@ def test_a_draft_makes_another_kind_which_an_older_worker_refuses() -> None:
 
 def test_what_draws_otherwise_makes_another_kind_too() -> None:
     assert b"step.v3" in encode(EXAMPLES["step.v3"])
-    for name in ("min_p", "shaped", "penalty", "logit_bias"):
+    for name in ("min_p", "shaped", "penalty", "logit_bias", "logprobs"):
         assert name.encode() not in encode(STEP)
         assert name.encode() not in encode(EXAMPLES["request.v1"])
+        assert name.encode() not in encode(EXAMPLES["reply.v1"]) + encode(EXAMPLES["token.v1"])
 
 
 def test_a_bias_is_a_map_of_token_ids_in_json_too() -> None:
@@ -156,6 +157,7 @@ sampling_params = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 999_999_999), st.floats(-100, 100), max_size=9).map(
         lambda biases: tuple(sorted(biases.items()))
     ),
+    logprobs=st.none() | st.integers(0, 20),
 )
 request_ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", fullmatch=True)
 token_ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50).map(tuple)

@@ -93,6 +93,27 @@ def test_a_bias_that_is_no_map_of_token_ids_is_refused(bias: Any) -> None:
         decode(frame(REQUEST, sampling={"logit_bias": bias}))
 
 
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        1, [], {}, {"logprob": -1}, {"top": []}, {"logprob": "1", "top": []},
+        {"logprob": math.nan, "top": []}, {"logprob": -1.0, "top": [1]},
+        {"logprob": -1.0, "top": [[1]]}, {"logprob": -1.0, "top": [[-1, 0.5]]},
+        {"logprob": -1.0, "top": [[1, math.inf]]}, {"logprob": -1.0, "top": [[1, -1.0]] * 21},
+    ],
+)  # fmt: skip
+def test_log_probabilities_that_are_none_are_refused(logprobs: Any) -> None:
+    with pytest.raises(DecodeError):
+        decode(frame(EXAMPLES["token.v1"], logprobs=logprobs))
+    with pytest.raises(DecodeError):
+        decode(frame(EXAMPLES["reply.v1"], logprobs=[logprobs] * 3))
+
+
+def test_log_probabilities_are_of_each_token_of_a_reply() -> None:
+    with pytest.raises(DecodeError, match="those of 3 tokens, got 1"):
+        decode(frame(EXAMPLES["reply.v1"], logprobs=[{"logprob": -1.0, "top": []}]))
+
+
 def test_a_bias_that_is_true_is_refused_when_one_of_1_was_taken() -> None:
     decode(frame(REQUEST, sampling={"logit_bias": {"7": 1}}))
 
@@ -117,6 +138,8 @@ def test_a_switch_that_is_no_bool_is_refused(value: Any) -> None:
         ({"sampling": {"frequency_penalty": 2.5}}, "frequency_penalty must be in -2..2, got 2.5"),
         ({"sampling": {"presence_penalty": math.nan}}, "presence_penalty must be in"),
         ({"sampling": {"repetition_penalty": 0}}, "repetition_penalty must be in"),
+        ({"sampling": {"logprobs": 21}}, "logprobs must be in 0..20 or null, got 21"),
+        ({"sampling": {"logprobs": -1}}, "logprobs must be in"),
         ({"sampling": {"logit_bias": {"7": 101}}}, "logit_bias of token 7 must be in -100..100"),
         ({"request_id": "a/b"}, "request_id must be"),
         ({"prompt": "and messages"}, "exactly one of"),

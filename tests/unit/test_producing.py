@@ -86,6 +86,7 @@ SAMPLING_EDGES: dict[str, list[Any]] = {
         {"1": None}, {"01": 1}, {"9999999999": 1}, {"x": 1}, {"-1": 1}, [], [1], 1, "x",
         {str(i): 1 for i in range(300)}, {str(i): 1 for i in range(301)},
     ],
+    "logprobs": [None, 0, 20, 21, -1, True, "1", 0.5],
     "unknown": [None, 1],
 }  # fmt: skip
 
