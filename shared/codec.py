@@ -19,15 +19,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import msgpack
 
 from shared.codec_fields import (
-    as_bool,
-    as_float,
-    as_int,
     pack_tensors,
     take_bool,
     take_int,
@@ -38,19 +34,19 @@ from shared.codec_fields import (
     unpack_tensors,
 )
 from shared.codec_frames import JSON, MAX_FRAME_BYTES, MSGPACK, read_map, request_id_of
-from shared.codec_tokens import read_token, token_fields
+from shared.codec_sampling import read_sampling, sampling_fields
+from shared.codec_tokens import logprobs_fields, read_all_logprobs, read_token, token_fields
 from shared.errors import DecodeError, RequestError
 from shared.messages import (
-    MAX_SEED,
     ChatMessage,
     FinishReason,
     Message,
     Reply,
     Request,
-    SamplingParams,
     Step,
     Token,
 )
+from shared.text.response_format import read_response_format
 
 __all__ = [
     "JSON",
@@ -112,58 +108,6 @@ def decode(body: bytes, content_type: str = MSGPACK) -> Message:
     return _READERS[kind](raw)
 
 
-def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
-    return {
-        "temperature": float(sampling.temperature),
-        "top_k": sampling.top_k,
-        "top_p": float(sampling.top_p),
-        "seed": sampling.seed,
-        "max_tokens": sampling.max_tokens,
-        "ignore_eos": sampling.ignore_eos,
-        "speculation": sampling.speculation,
-    }
-
-
-def _read_sampling(raw: Mapping[str, Any]) -> SamplingParams:
-    """Missing fields take their defaults. Raises `RequestError` for values out of range."""
-    get = raw.get
-    try:
-        return _checked_sampling(
-            get("temperature", 0.0),
-            get("top_k", 0),
-            get("top_p", 1.0),
-            get("seed"),
-            get("max_tokens", 256),
-            get("ignore_eos", False),
-            get("speculation", True),
-        )
-    except TypeError as error:  # what cannot be hashed is no number
-        raise DecodeError("sampling holds a map or an array where a number belongs") from error
-
-
-# Every step of a request carries the same parameters: remembering them takes 4 of 17 us off a
-# decode. Typed, because True == 1 == 1.0; errors are not remembered.
-@lru_cache(maxsize=256, typed=True)
-def _checked_sampling(
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    seed: Any,
-    max_tokens: Any,
-    ignore_eos: Any,
-    speculation: Any,
-) -> SamplingParams:
-    return SamplingParams(
-        temperature=as_float("temperature", temperature),
-        top_k=as_int("top_k", top_k, -_INT64, _INT64),
-        top_p=as_float("top_p", top_p),
-        seed=None if seed is None else as_int("seed", seed, -_INT64, MAX_SEED),
-        max_tokens=as_int("max_tokens", max_tokens, -_INT64, _INT64),
-        ignore_eos=as_bool("ignore_eos", ignore_eos),
-        speculation=as_bool("speculation", speculation),
-    )
-
-
 def _step_fields(step: Step) -> dict[str, Any]:
     fields = {
         "kind": "step.v1",
@@ -176,7 +120,7 @@ def _step_fields(step: Step) -> dict[str, Any]:
         "sample": step.sample,
         "max_position": step.max_position,
         "tensors": pack_tensors(step.tensors),
-        "sampling": _sampling_fields(step.sampling),
+        "sampling": sampling_fields(step.sampling),
         "stop_token_ids": step.stop_token_ids,
         "deadline_unix_ms": step.deadline_unix_ms,
         "route": step.route,
@@ -184,15 +128,23 @@ def _step_fields(step: Step) -> dict[str, Any]:
     if step.draft or step.accepted:
         # Another kind: whoever passed over these fields would take guesses for tokens.
         fields |= {"kind": "step.v2", "draft": step.draft, "accepted": step.accepted}
+    if step.shaped or step.sampling.min_p or step.sampling.logprobs is not None:
+        # Again: whoever passed over these would draw other tokens.
+        fields |= {
+            "kind": "step.v3",
+            "draft": step.draft,
+            "accepted": step.accepted,
+            "shaped": step.shaped,
+        }
     if step.is_batch:
         fields["is_batch"] = True
     return fields
 
 
 def _read_step(raw: dict[str, Any]) -> Step:
-    speculates = raw["kind"] == "step.v2"
+    speculates = raw["kind"] != "step.v1"
     try:
-        sampling = _read_sampling(take_map(raw, "sampling"))
+        sampling = read_sampling(take_map(raw, "sampling"))
         stop_token_ids = take_tokens(raw, "stop_token_ids") if "stop_token_ids" in raw else ()
         draft = take_tokens(raw, "draft") if speculates else ()
         accepted = take_tokens(raw, "accepted") if speculates else ()
@@ -215,6 +167,7 @@ def _read_step(raw: dict[str, Any]) -> Step:
         draft=draft,
         accepted=accepted,
         is_batch=take_bool(raw, "is_batch", False),
+        shaped=take_bool(raw, "shaped", False) if raw["kind"] == "step.v3" else False,
     )
 
 
@@ -230,7 +183,7 @@ def _request_fields(request: Request) -> dict[str, Any]:
         "kind": "request.v1",
         "request_id": request.request_id,
         "model": request.model,
-        "sampling": _sampling_fields(request.sampling),
+        "sampling": sampling_fields(request.sampling),
         "deadline_unix_ms": request.deadline_unix_ms,
     }
     if request.prompt is not None:
@@ -241,6 +194,8 @@ def _request_fields(request: Request) -> dict[str, Any]:
         fields["token_ids"] = request.token_ids
     if request.stream:
         fields["stream"] = True
+    if request.response_format is not None:
+        fields["response_format"] = request.response_format.document()
     return fields
 
 
@@ -252,9 +207,12 @@ def _read_request(raw: dict[str, Any]) -> Request:
         messages=messages,
         token_ids=None if raw.get("token_ids") is None else take_tokens(raw, "token_ids"),
         model=take_text(raw, "model", ""),
-        sampling=_read_sampling(take_map(raw, "sampling", {})),
+        sampling=read_sampling(take_map(raw, "sampling", {})),
         deadline_unix_ms=take_int(raw, "deadline_unix_ms", 0, low=-_INT64),
         stream=take_bool(raw, "stream", False),
+        response_format=None
+        if raw.get("response_format") is None
+        else read_response_format(take_map(raw, "response_format")),
     )
 
 
@@ -268,7 +226,7 @@ def _read_messages(raw: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
 
 
 def _reply_fields(reply: Reply) -> dict[str, Any]:
-    fields = {
+    fields: dict[str, Any] = {
         "kind": "reply.v1",
         "request_id": reply.request_id,
         "finish_reason": str(reply.finish_reason),
@@ -280,6 +238,8 @@ def _reply_fields(reply: Reply) -> dict[str, Any]:
     }
     if reply.error_code:
         fields |= {"error_code": reply.error_code, "error_param": reply.error_param}
+    if reply.logprobs is not None:
+        fields["logprobs"] = [logprobs_fields(each) for each in reply.logprobs]
     return fields
 
 
@@ -302,6 +262,7 @@ def _read_reply(raw: dict[str, Any]) -> Reply:
         num_cached_tokens=take_int(raw, "num_cached_tokens", 0),
         error_code=take_text(raw, "error_code", ""),
         error_param=take_text(raw, "error_param", ""),
+        logprobs=read_all_logprobs(raw, len(token_ids)),
     )
 
 
@@ -309,6 +270,7 @@ _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 _READERS: dict[str, Callable[[dict[str, Any]], Message]] = {
     "step.v1": _read_step,
     "step.v2": _read_step,
+    "step.v3": _read_step,
     "request.v1": _read_request,
     "reply.v1": _read_reply,
     "token.v1": read_token,

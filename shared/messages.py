@@ -10,7 +10,6 @@ Token positions count from 0: the prompt takes 0..P-1 and the first generated to
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,10 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import DecodeError, RequestError
+from shared.logprobs import TokenLogprobs
+from shared.sampling_params import MAX_SEED as MAX_SEED
+from shared.sampling_params import MAX_TOKEN_ID as MAX_TOKEN_ID
+from shared.sampling_params import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
+from shared.sampling_params import SamplingParams as SamplingParams
+from shared.text.response_format import ResponseFormat
 
-MAX_TOKENS_LIMIT = 1_048_576
-MAX_SEED = 2**64 - 1
-MAX_TOKEN_ID = 2**31 - 1
 MAX_LIST_LEN = 1 << 20  # token ids or chat messages of one request
 MAX_UNIX_MS = 2**53 - 1
 MAX_ROUTE_LEN = 1024
@@ -43,38 +45,6 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is drawn (vLLM's names).
-
-    `temperature` 0 is greedy and ignores the rest; `top_k` 0 and `top_p` 1 are off. `seed` None
-    lets the scheduler draw one, which the ledger then records, so that a repeat is exact.
-    `speculation` lets the last group guess tokens ahead; it changes the time, never the tokens.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    max_tokens: int = 256
-    ignore_eos: bool = False
-    speculation: bool = True
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
-            raise RequestError(f"temperature must be in 0..100, got {self.temperature!r}")
-        if not 0 <= self.top_k <= 2**31 - 1:
-            raise RequestError(f"top_k must be 0 (off) or positive, got {self.top_k!r}")
-        if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
-            raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise RequestError(f"seed must be in 0..2**64-1, got {self.seed!r}")
-        if not 1 <= self.max_tokens <= MAX_TOKENS_LIMIT:
-            raise RequestError(
-                f"max_tokens must be in 1..{MAX_TOKENS_LIMIT}, got {self.max_tokens!r}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One turn of a conversation."""
 
@@ -89,6 +59,7 @@ class Request:
     `prompt` is raw text; `messages` go through the model's chat template; `token_ids` are taken as
     they are. `model` "" means the one model that is loaded. `deadline_unix_ms` 0 means none.
     `stream` asks for a `Token` in the reply queue for each token, before the `Reply`.
+    `response_format` None is text.
     """
 
     request_id: str
@@ -99,6 +70,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     deadline_unix_ms: int = 0
     stream: bool = False
+    response_format: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
         check_request_id(self.request_id)
@@ -151,6 +123,11 @@ class Step:
     token; each row is sampled as long as the token after it is the drafted one. `accepted` are the
     tokens right before `position` whose rows an earlier draft computed: they are in the caches of
     the workers on the route, and not in the store yet.
+
+    `sampling` is what `SamplingParams.of_steps` leaves of the request's. If that is not all, the
+    step is `shaped`: what is done to the logits first depends on the request's record and on the
+    tokens so far, and whoever samples reads both in the ledger. Such a step, or one that draws in a
+    way that is newer than `step.v2`, is a `step.v3`.
     """
 
     request_id: str
@@ -169,6 +146,7 @@ class Step:
     draft: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
     is_batch: bool = False
+    shaped: bool = False
     num_positions: int = field(init=False, repr=False, compare=False)  # T
 
     def __post_init__(self) -> None:
@@ -220,6 +198,8 @@ class Reply:
 
     The first `num_cached_tokens` of the prompt had been computed for others before. `error_code` is
     an `ErrorCode`, or one of a later version; `error_param` the field of the request at fault.
+    `logprobs` are those of each token, None if they were not asked for or would not fit into a
+    message.
     """
 
     request_id: str
@@ -231,6 +211,7 @@ class Reply:
     num_cached_tokens: int = 0
     error_code: str = ""
     error_param: str = ""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +227,7 @@ class Token:
     index: int
     token_id: int
     text: str
+    logprobs: TokenLogprobs | None = None
 
 
 Message = Request | Step | Reply | Token

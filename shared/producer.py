@@ -180,7 +180,7 @@ class Producer:
         """
         tokenizer = self._require_tokenizer()
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
-        token_ids: list[int] = []
+        tokens: list[TokenEvent] = []
         after = START
         while True:
             left_s = 1.0 if give_up_s is None else give_up_s - time.monotonic()
@@ -188,11 +188,11 @@ class Producer:
             events = self._ledger.events(request_id, after, block_ms=block_ms)
             for event in events:
                 if isinstance(event, FinalEvent):
-                    return _reply_of(request_id, event, token_ids, tokenizer)
-                token_ids.append(event.token_id)
+                    return _reply_of(request_id, event, tokens, tokenizer)
+                tokens.append(event)
                 after = event.event_id
             if not events and left_s <= 0:
-                self._raise_unfinished(request_id, len(token_ids))
+                self._raise_unfinished(request_id, len(tokens))
 
     def new_events(self, after: Mapping[str, str]) -> dict[str, list[Event]]:
         """What has come of several requests after an event of each, without waiting for more."""
@@ -274,8 +274,10 @@ def _aborted(request_id: str) -> LedgerRecord:
 
 
 def _reply_of(
-    request_id: str, end: FinalEvent, token_ids: list[int], tokenizer: Tokenizer
+    request_id: str, end: FinalEvent, tokens: list[TokenEvent], tokenizer: Tokenizer
 ) -> Reply:
+    token_ids = tuple(event.token_id for event in tokens)
+    logprobs = tuple(event.logprobs for event in tokens if event.logprobs is not None)
     if end.num_generated != len(token_ids):
         raise StoreDamaged(
             f"the store holds {len(token_ids)} of the {end.num_generated} tokens of "
@@ -285,12 +287,13 @@ def _reply_of(
         request_id=request_id,
         finish_reason=end.finish_reason,
         text=tokenizer.decode(token_ids, skip_special=True),
-        token_ids=tuple(token_ids),
+        token_ids=token_ids,
         num_prompt_tokens=end.num_prompt_tokens,
         error=end.error,
         num_cached_tokens=end.num_cached,
         error_code=end.error_code,
         error_param=end.error_param,
+        logprobs=logprobs if logprobs and len(logprobs) == len(token_ids) else None,
     )
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from services.batch.lines import Line
 from shared.api.ask import Kind
-from shared.api.choice import Choice, Usage, failure_of, usage_of
+from shared.api.choice import Choice, Piece, Usage, failure_of, usage_of
 from shared.api.documents import whole_document
 from shared.api.errors import ApiError
 from shared.api.model import ApiModel
+from shared.api.tools import Form, call_finder
 from shared.messages import Request
 from shared.store.ledger_base import START
 from shared.store.ledger_types import Event, FinalEvent, RequestState
@@ -31,15 +31,17 @@ class Part:
         number: int,
         tokenizer: Tokenizer,
         stops: tuple[str, ...],
+        form: Form,
         *,
         is_known: bool,
     ) -> None:
         self.request = request
-        self.has_stops = bool(stops)
+        self.may_be_cut = bool(stops or form.calls)
         self.seen = self._is_known = is_known
         self.num_tokens = 0
         self._first_position: int | None = None
-        self._fresh = partial(Choice, number, request.request_id, tokenizer, stops)
+        self._number = number
+        self._tokenizer, self._stops, self._form = tokenizer, stops, form
         self.forget()
 
     @property
@@ -50,9 +52,16 @@ class Part:
 
     def forget(self) -> None:
         """The store has lost it: it begins again."""
-        self.choice = self._fresh()
+        form = self._form
+        self.choice = Choice(
+            self._number,
+            self.request.request_id,
+            self._tokenizer,
+            self._stops,
+            call_finder(form.calls, form.functions, parallel=form.parallel),
+        )
         self.after = START
-        self.text = ""
+        self.piece = Piece(self._number)
         self.has_ended = False
 
     def look(self, state: RequestState) -> None:
@@ -66,9 +75,11 @@ class Part:
         for event in events:
             self.after = event.event_id
             if isinstance(event, FinalEvent):
-                self.text += self.choice.end(event)
+                self.piece.text += self.choice.end(event)
             else:
-                self.text += self.choice.take(event)
+                self.piece.text += self.choice.take(event)
+            self.piece.calls += self.choice.parts
+            self.piece.tokens += self.choice.shown
 
 
 class LineAnswer:
@@ -86,6 +97,7 @@ class LineAnswer:
                 number,
                 model.tokenizer,
                 line.stops,
+                line.ask.form,
                 is_known=request.request_id in ids,
             )
             for number, request in enumerate(line.requests)
@@ -101,6 +113,10 @@ class LineAnswer:
     @property
     def choices(self) -> list[Choice]:
         return [part.choice for part in self.parts]
+
+    @property
+    def logprobs(self) -> int | None:
+        return self.line.requests[0].sampling.logprobs
 
     @property
     def usage(self) -> Usage | None:
@@ -127,7 +143,7 @@ class LineAnswer:
             failure = failure_of(self.kind, choice, choice.final)
             if failure is not None:
                 return error_line(self.line, failure)
-        body = whole_document(self, [part.text for part in self.parts], self._model)
+        body = whole_document(self, [part.piece for part in self.parts], self._model)
         return _line(self.line, response=(200, body))
 
 

@@ -18,6 +18,7 @@ from shared.model.backend import pick_backend
 from shared.model.config import ModelConfig
 from shared.model.kv_cache import SequenceCache
 from shared.model.layer_group import LayerGroup, ReadShard, SequenceSlice
+from shared.model.logits import LogitsProcessor, make_processors
 from shared.model.sampling import sample
 from shared.topology import Layout, Wire
 from shared.wire import over_a_hop
@@ -33,6 +34,7 @@ class _Answer:
     position: int = 0
     generated: list[int] = field(default_factory=list)
     is_done: bool = False
+    processors: Sequence[LogitsProcessor] = ()
 
 
 class ReferenceModel:
@@ -73,7 +75,12 @@ class ReferenceModel:
     ) -> list[list[int]]:
         """`generate` of each in one batch, which is faster: a row never depends on the others."""
         answers = [
-            _Answer([group.new_cache() for group in self._groups], sampling, list(prompt))
+            _Answer(
+                [group.new_cache() for group in self._groups],
+                sampling,
+                list(prompt),
+                processors=_processors(prompt, sampling),
+            )
             for prompt, sampling in questions
         ]
         while running := [answer for answer in answers if not answer.is_done]:
@@ -104,8 +111,22 @@ class ReferenceModel:
             top_p=params.top_p,
             seed=params.seed,
             position=answer.position,
+            min_p=params.min_p,
+            processors=answer.processors,
         )
+        for processor in answer.processors:
+            processor.advance(token_id)
         answer.generated.append(token_id)
         answer.rows = [token_id]
         stopped = token_id in self.config.eos_token_ids and not params.ignore_eos
         answer.is_done = stopped or len(answer.generated) == params.max_tokens
+
+
+def _processors(prompt: Sequence[int], sampling: SamplingParams) -> list[LogitsProcessor]:
+    return make_processors(
+        prompt=prompt,
+        logit_bias=sampling.logit_bias,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+    )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import PermanentError, StoreDamaged
 from shared.messages import FinishReason, Request
@@ -27,6 +27,7 @@ class Answer:
     num_cached_tokens: int = 0
     first_token_s: float | None = None
     last_token_s: float = 0.0
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # as in a chat completion
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -58,6 +59,7 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
     from shared.store.ledger_base import START
     from shared.store.ledger_types import TokenEvent
     from shared.text.detokenizer import Detokenizer
+    from shared.text.logprobs import ShownToken, chat_logprobs
 
     answer = Answer()
     detokenizer = Detokenizer(session.tokenizer)
@@ -78,6 +80,9 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
                         now_s = time.perf_counter() - started_s
                         hide()
                         answer.token_ids.append(event.token_id)
+                        if event.logprobs is not None:
+                            shown = ShownToken(event.token_id, 0, event.logprobs)
+                            answer.logprobs += chat_logprobs([shown], session.tokenizer)["content"]
                         answer.first_token_s = answer.first_token_s or now_s
                         answer.last_token_s = now_s
                         _say(answer, detokenizer.feed([event.token_id]), echo=echo)

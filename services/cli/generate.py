@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,8 +14,10 @@ from services.cli.answer import ask
 from services.cli.settings import DEFAULT_MODEL, load_config
 from services.cli.tree import EXIT_INTERRUPTED, app
 from shared.errors import ConfigError, RequestError
+from shared.logprobs import MAX_TOP_LOGPROBS
 from shared.messages import MAX_SEED, MAX_TOKENS_LIMIT, ChatMessage, FinishReason, Request
 from shared.messages import SamplingParams as Sampling
+from shared.sampling_params import MAX_REPETITION, MIN_REPETITION
 
 MAX_TIMEOUT_S = 1e9
 
@@ -48,6 +50,34 @@ Temperature = Annotated[
 TopK = Annotated[int, typer.Option(min=0, help="Draw from the k likeliest tokens; 0 is off.")]
 TopP = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this mass.")
+]
+MinP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Only tokens this likely beside the likeliest.")
+]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option(min=-2.0, max=2.0, help="Off the logit of a token for each time it was said."),
+]
+PresencePenalty = Annotated[
+    float, typer.Option(min=-2.0, max=2.0, help="Off the logit of a token that was said.")
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        min=MIN_REPETITION,
+        max=MAX_REPETITION,
+        help="Divides the logits of tokens that were said or asked; 1 is off.",
+    ),
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(help="TOKEN_ID=BIAS, -100 to 100, on the logit of a token; may be repeated."),
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=MAX_TOP_LOGPROBS, help="Tell of so many likeliest tokens; with --json."
+    ),
 ]
 Seed = Annotated[
     int | None,
@@ -85,6 +115,12 @@ def run(
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    logit_bias: LogitBias = None,
+    logprobs: Logprobs = None,
     seed: Seed = None,
     speculate: Speculate = True,
     system: System = None,
@@ -107,7 +143,22 @@ def run(
     text = prompt_text(prompt)
     if raw and system is not None:
         raise ConfigError("--system goes through the chat template, which --raw leaves out")
-    sampling = sampling_of(temperature, top_k, top_p, seed, max_tokens, speculate)
+    if logprobs is not None and not as_json:
+        raise ConfigError("--logprobs are shown with --json alone")
+    sampling = sampling_of(
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        max_tokens,
+        speculate,
+        min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=_biases(logit_bias or []),
+        logprobs=logprobs,
+    )
     turns = conversation(system, [ChatMessage("user", text)])
     with open_session(
         config,
@@ -127,7 +178,7 @@ def run(
         answer = ask(session, request, echo=not as_json)
     if as_json:
         first_s = answer.first_token_s
-        record = {
+        record: dict[str, Any] = {
             "request_id": request.request_id,
             "model": session.model_id,
             "text": answer.text,
@@ -139,6 +190,8 @@ def run(
             "tokens_per_s": answer.tokens_per_s,
             "time_to_first_token_ms": None if first_s is None else first_s * 1e3,
         }
+        if logprobs is not None:
+            record["logprobs"] = answer.logprobs
         typer.echo(json.dumps(record, ensure_ascii=False))
     else:
         typer.echo(answer.closing_line() + seed_note(sampling), err=True)
@@ -153,6 +206,7 @@ def sampling_of(
     seed: int | None,
     max_tokens: int,
     speculate: bool,
+    **others: Any,
 ) -> Sampling:
     """The parameters, with a seed drawn here if none was given, so that it can be shown."""
     if seed is None:
@@ -165,9 +219,18 @@ def sampling_of(
             seed=seed,
             max_tokens=max_tokens,
             speculation=speculate,
+            **others,
         )
     except RequestError as error:
         raise ConfigError(str(error)) from error
+
+
+def _biases(options: list[str]) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = [(int(i), float(bias)) for i, bias in (text.split("=") for text in options)]
+    except ValueError as error:
+        raise ConfigError(f"--logit-bias must be TOKEN_ID=BIAS, got {options!r:.80}") from error
+    return tuple(sorted(pairs))
 
 
 def seed_note(sampling: Sampling) -> str:

@@ -21,7 +21,7 @@ from services.gateway.backend import Backend
 from services.gateway.event_ids import EventId, Shown
 from services.gateway.note import Note, request_ids
 from services.gateway.reader import EventReader
-from shared.api.ask import Ask, num_choices, read_ask
+from shared.api.ask import Ask, num_choices, num_logprobs, read_ask
 from shared.api.errors import ApiError
 from shared.api.schema import ChatCompletion, Generation
 from shared.backoff import Backoff
@@ -199,6 +199,10 @@ class Gateway:
             stops=body.stop,
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
             store=isinstance(body, ChatCompletion) and bool(body.store),
+            logprobs=num_logprobs(body),
+            calls=ask.form.calls,
+            functions=ask.form.functions,
+            parallel=ask.form.parallel,
         )
 
     def _submit(self, completion_id: str, note: Note, ask: Ask, body: Generation) -> None:
@@ -212,6 +216,7 @@ class Gateway:
                 model=self.backend.model_id,
                 sampling=ask.samplings[number],
                 deadline_unix_ms=note.deadline_unix_ms,
+                response_format=ask.form.response_format,
             )
             try:
                 self.backend.producer.submit(request)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.answer import Answer
 from services.gateway.gateway import Gateway
+from shared.api.choice import Piece
 from shared.api.documents import Chunks, whole_document
 from shared.api.errors import ApiError, api_error
 from shared.errors import CellpipeError
@@ -77,14 +79,13 @@ class WholeReply(AnswerReply):
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._answer
-        texts = [""] * len(answer.choices)
+        came: list[Piece] = []
         while not answer.has_ended or answer.usage is None:
             pieces = await answer.next(WAIT_S)
-            for piece in pieces:
-                texts[piece.index] += piece.text
+            came += pieces
             if not pieces:
                 await self._gateway.check(is_running=True)
-        document = whole_document(answer, texts, self._gateway.backend)
+        document = whole_document(answer, came, self._gateway.backend)
         await JSONResponse(document)(scope, receive, send)
 
 
@@ -108,14 +109,21 @@ class StreamReply(AnswerReply):
         await _send_head(send)
         try:
             await _send_events(send, [(p.event_id, chunks.opening(p)) for p in opened])
+            quiet_since_s = time.monotonic()
             while True:
-                await _send_events(send, [(p.event_id, chunks.piece(p)) for p in pieces])
+                if pieces:
+                    await _send_events(send, [(p.event_id, chunks.piece(p)) for p in pieces])
+                    quiet_since_s = time.monotonic()
                 if self._is_complete():
                     break
-                pieces = await answer.next(self._keep_alive_s)
-                if not pieces:
-                    await _send_body(send, ": keep-alive\n\n")
+                quiet_s = time.monotonic() - quiet_since_s
+                if quiet_s >= self._keep_alive_s:
+                    # No blank line: OpenAI's client takes one after an id for an event.
+                    await _send_body(send, ": keep-alive\n")
+                    quiet_since_s = time.monotonic()
                     await self._gateway.check(is_running=True)
+                    continue
+                pieces = await answer.next(self._keep_alive_s - quiet_s)
             await self._send_end(send)
         except (ApiError, CellpipeError) as error:
             # It cannot be raised: the status is sent.

@@ -14,7 +14,7 @@ from services.scheduler.admission import ServedModel
 from services.scheduler.held import Held
 from services.scheduler.limits import SchedulerLimits
 from services.scheduler.prefixes import Prefixes
-from services.scheduler.replies import reply_of, send_reply
+from services.scheduler.replies import read_logprobs, reply_of, send_reply
 from shared.broker.base import Broker
 from shared.errors import PublishRefused
 from shared.store.kv_pages import KvPages
@@ -71,7 +71,13 @@ class Answers:
         record = self._ledger.get(request_id)
         if record is None:
             return False  # lost just now: the next poll sees it
-        reply = reply_of(record, self._ledger.tokens(request_id), self._model.tokenizer)
+        is_awaited = any(delivery.reply_to for delivery in held.unanswered)
+        reply = reply_of(
+            record,
+            self._ledger.tokens(request_id),
+            self._model.tokenizer,
+            read_logprobs(self._ledger, record) if is_awaited else None,
+        )
         self._prefixes.ended(record, reply.token_ids)
         self.delete_rows(request_id, record.num_prompt_tokens + record.num_generated)
         for delivery in list(held.unanswered):

@@ -9,11 +9,15 @@ import structlog
 from shared import codec
 from shared.broker.base import Broker, Delivery, Outgoing
 from shared.errors import StoreDamaged, Unroutable
+from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason, Reply, Token
+from shared.store.ledger_base import RequestLedger, token_events
 from shared.store.ledger_types import LedgerRecord
 from shared.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
+
+MAX_LOGPROBS = 160_000  # of one reply: as JSON some 5 MiB of the 8 that a message may have
 
 
 def send_reply(broker: Broker, delivery: Delivery, reply: Reply, *, timeout_s: float) -> None:
@@ -56,7 +60,12 @@ def refusal_reply(delivery: Delivery, refusal: LedgerRecord) -> Reply:
     )
 
 
-def reply_of(record: LedgerRecord, token_ids: Sequence[int], tokenizer: Tokenizer) -> Reply:
+def reply_of(
+    record: LedgerRecord,
+    token_ids: Sequence[int],
+    tokenizer: Tokenizer,
+    logprobs: tuple[TokenLogprobs, ...] | None = None,
+) -> Reply:
     """The answer to a request that has ended. Raises `StoreDamaged` unless all tokens are there."""
     if len(token_ids) != record.num_generated:
         raise StoreDamaged(
@@ -73,4 +82,15 @@ def reply_of(record: LedgerRecord, token_ids: Sequence[int], tokenizer: Tokenize
         num_cached_tokens=record.num_cached,
         error_code=record.error_code,
         error_param=record.error_param,
+        logprobs=logprobs,
     )
+
+
+def read_logprobs(ledger: RequestLedger, record: LedgerRecord) -> tuple[TokenLogprobs, ...] | None:
+    """Those of each token; None where nobody asked, or they are too many for a message."""
+    num_top = record.sampling.logprobs
+    if num_top is None or record.num_generated * (1 + num_top) > MAX_LOGPROBS:
+        return None
+    found = [event.logprobs for event in token_events(ledger, record.request_id)]
+    known = tuple(each for each in found if each is not None)
+    return known if len(known) == record.num_generated else None

@@ -75,7 +75,7 @@ class TokenEvents:
             messages = []
             for event in tokens:
                 text = listener.detokenizer.feed([event.token_id])
-                token = Token(request_id, listener.num_told, event.token_id, text)
+                token = Token(request_id, listener.num_told, event.token_id, text, event.logprobs)
                 messages.append(answer_to(listener.delivery, token, persistent=False))
                 listener.num_told += 1
             if messages:

@@ -23,6 +23,7 @@ from services.worker.remember import write_rows
 from services.worker.router import worker_of
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
+from services.worker.shaping import MakeProcessors, Shaping
 from services.worker.speculation import Speculation
 from services.worker.stages import CONFIRM, REDIS, Stages
 from services.worker.steps import known_alone, next_group_step, routed
@@ -56,6 +57,7 @@ class Output:
         confirm_timeout_s: float,
         faults: Faults | None,
         stages: Stages,
+        make_processors: MakeProcessors,
     ) -> None:
         self._layout = layout
         self._layer_groups = layer_groups
@@ -69,6 +71,7 @@ class Output:
         self._confirm_timeout_s = confirm_timeout_s
         self._faults = faults
         self._stages = stages
+        self._shaping = Shaping(pool, ledger, layout.last_group, make_processors)
         self._speculation = Speculation(pool, ledger, layout.last_group)
 
     def pass_on(self, slices: Sequence[Slice], hidden: FloatRows) -> None:
@@ -150,6 +153,7 @@ class Output:
             hidden if len(rows) == len(hidden) else hidden[rows],
             self._layer_groups[self._layout.last_group],
             self._ledger,
+            self._shaping,
             self._stages,
         )
         following = []
@@ -161,8 +165,8 @@ class Output:
                     following.append(self._routed(piece, step))
                 case Ended():
                     self._pool.drop(item.step.request_id, self._layer_groups)
-                case OutOfOrder(reason=reason):
-                    self._endings.fail(item, reason)
+                case OutOfOrder(reason=reason, code=code):
+                    self._endings.fail(item, reason, code=code)
                 case _:
                     assert_never(outcome)
         return following

@@ -15,7 +15,18 @@ from services.worker.guesser import Guesser
 from shared.errors import KernelError, KvMissing, StoreDamaged
 from shared.model.kv_cache import SequenceCache
 from shared.model.local_prefixes import LocalPrefixes
+from shared.model.logits import LogitsProcessor
 from shared.store.kv_pages import KvPages
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Processors that have seen the generated tokens before `position`, in `epoch`."""
+
+    processors: Sequence[LogitsProcessor]
+    epoch: int
+    position: int
+
 
 Key = tuple[int, str]  # (group, request_id)
 # Only the last group sees a request end; what the others hold of it goes after this time. A step
@@ -34,7 +45,8 @@ class SequenceState:
     `forwarded` is the position after the last row whose output the broker has confirmed, in
     `epoch`: a repeat of it may be acked unread, since its effect is already on its way. The last
     rows of the cache may be guesses: those of the tokens `draft`. `guesser` is the last group's; it
-    has none before position `quiet_until`, and none of another epoch than `guess_epoch`.
+    has none before position `quiet_until`, and none of another epoch than `guess_epoch`. `shape`
+    is the last group's, too: what changes the logits of the next token.
     """
 
     cache: SequenceCache
@@ -47,6 +59,7 @@ class SequenceState:
     guesser: Guesser | None = None
     guess_epoch: int = -1
     quiet_until: int = 0
+    shape: Shape | None = None
 
     def keep_known(self, position: int, accepted: Sequence[int]) -> None:
         """Drop the rows of guesses that are not the tokens `accepted`, right before `position`."""

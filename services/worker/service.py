@@ -23,6 +23,7 @@ import structlog
 from services.worker.faults import Faults
 from services.worker.limits import WorkerLimits
 from services.worker.placement import Placement
+from services.worker.shaping import processors_with
 from services.worker.watchdog import Watchdog
 from services.worker.worker import Membership, Worker
 from shared.broker.base import Broker
@@ -39,6 +40,8 @@ from shared.store.ledger import Ledger
 from shared.store.presence import Presence
 from shared.store.presence_types import WorkerInfo, WorkerState
 from shared.store.shards import ShardStore
+from shared.text.constraint import Grammars
+from shared.text.token_bytes import TokenTable, read_token_table
 from shared.topology import (
     WORKER_BASE_BYTES,
     Layout,
@@ -162,6 +165,9 @@ class WorkerService:
                 limits=self._limits_beside(groups),
                 faults=self._faults,
                 watchdog=self._watchdog,
+                make_processors=processors_with(
+                    Grammars(self._read_token_table, self._config.eos_token_ids)
+                ),
             )
             self._state = WorkerState.SERVING
             log.info(
@@ -175,6 +181,9 @@ class WorkerService:
             self._drain(worker)
         finally:
             self._leave()
+
+    def _read_token_table(self) -> TokenTable:
+        return read_token_table(self._shards.read_shard(self._manifest, "tokenizer").tobytes())
 
     def _serve(self, worker: Worker) -> None:
         """Until the process is told to stop, or the worker to drain."""

@@ -13,12 +13,16 @@ import numpy.typing as npt
 
 from services.worker.batch import Slice
 from services.worker.draft_policy import common_prefix
+from services.worker.shaping import Shaping
 from services.worker.stages import COMPUTE, REDIS, Stages
 from services.worker.steps import following_step
 from services.worker.verdict import finish_reason
-from shared.errors import StoreDamaged
-from shared.messages import FinishReason, Step
+from shared.errors import DecodeError, ErrorCode, RequestError, StoreDamaged
+from shared.logprobs import TokenLogprobs
+from shared.messages import Step
 from shared.model.layer_group import LayerGroup
+from shared.model.logits import LogitsProcessor
+from shared.model.logprobs import token_logprobs
 from shared.model.sampling import sample
 from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import AlreadyCommitted, Commit, CommitResult, Committed
@@ -28,6 +32,7 @@ from shared.store.ledger_types import AlreadyCommitted, Commit, CommitResult, Co
 class GoOn:
     """The tokens are on record and the request continues with this decode step."""
 
+    token_ids: Sequence[int]
     step: Step
 
 
@@ -38,9 +43,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class OutOfOrder:
-    """The tokens before these were lost, so neither may these be."""
+    """The tokens before these were lost, or none may follow: the request cannot go on."""
 
     reason: str
+    code: ErrorCode
 
 
 Outcome = GoOn | Ended | OutOfOrder
@@ -51,6 +57,7 @@ def sample_and_commit(
     rows: npt.NDArray[np.float32],
     layer_group: LayerGroup,
     ledger: RequestLedger,
+    shaping: Shaping,
     stages: Stages,
 ) -> list[Outcome]:
     """Sample the tokens of slices that end their steps, and commit those of each.
@@ -61,17 +68,30 @@ def sample_and_commit(
     if not pieces:
         return []
     logits = layer_group.logits(rows)  # (R, V)
-    commits: list[Commit] = []
+    outcomes: list[Outcome] = [Ended()] * len(pieces)
+    drawn: list[tuple[int, Commit, Sequence[LogitsProcessor]]] = []
     start = 0
-    for piece in pieces:
+    for number, piece in enumerate(pieces):
         end, step = start + 1 + len(piece.draft), piece.pending.step
-        token_ids, reason = _draw(step, piece.draft, logits[start:end])
-        commits.append(Commit(step.request_id, step.epoch, step.end_position, token_ids, reason))
-        start = end
+        row, start = logits[start:end], end
+        try:
+            processors = shaping.take(step)
+            if processors is None:
+                continue
+            commit = _draw(step, piece.draft, row, processors)
+        except (StoreDamaged, DecodeError, RequestError) as error:  # of this request alone
+            code = error.code if isinstance(error, RequestError) else ErrorCode.LOST
+            outcomes[number] = OutOfOrder(str(error), code)
+            continue
+        drawn.append((number, commit, processors))
     stages.lap(COMPUTE)
-    results = ledger.commit_all(commits)
+    results = ledger.commit_all([commit for _, commit, _ in drawn]) if drawn else []
     stages.lap(REDIS)
-    return [_outcome(*each) for each in zip(pieces, commits, results, strict=True)]
+    for (number, commit, processors), result in zip(drawn, results, strict=True):
+        outcome = outcomes[number] = _outcome(pieces[number], commit, result)
+        if isinstance(outcome, GoOn) and tuple(outcome.token_ids) == tuple(commit.token_ids):
+            shaping.keep(pieces[number].pending.step, processors, commit.token_ids)
+    return outcomes
 
 
 def _outcome(piece: Slice, commit: Commit, result: CommitResult | StoreDamaged) -> Outcome:
@@ -80,7 +100,7 @@ def _outcome(piece: Slice, commit: Commit, result: CommitResult | StoreDamaged) 
         case Committed():
             pass
         case StoreDamaged():  # of this request alone: its neighbours go on
-            return OutOfOrder(str(result))
+            return OutOfOrder(str(result), ErrorCode.LOST)
         case AlreadyCommitted(token_ids=winners, finish=won):
             # The commit happened, the publish perhaps not: send the same output again.
             token_ids, reason = winners, won
@@ -92,19 +112,25 @@ def _outcome(piece: Slice, commit: Commit, result: CommitResult | StoreDamaged) 
         return Ended()
     # Of a repeat with another draft, or without one, the rows may be fewer than the tokens.
     num_computed = min(common_prefix(piece.draft, token_ids), len(token_ids) - 1)
-    return GoOn(following_step(piece.pending.step, token_ids=token_ids, num_computed=num_computed))
+    following = following_step(piece.pending.step, token_ids=token_ids, num_computed=num_computed)
+    return GoOn(token_ids, following)
 
 
 def _draw(
-    step: Step, draft: Sequence[int], logits: npt.NDArray[np.float32]
-) -> tuple[Sequence[int], FinishReason | None]:
+    step: Step,
+    draft: Sequence[int],
+    logits: npt.NDArray[np.float32],
+    processors: Sequence[LogitsProcessor],
+) -> Commit:
     """The tokens that follow, from logits (1 + len(draft), V), and why the request ends with them.
 
-    A row counts as long as the tokens before it are those that it was computed from.
+    A row counts as long as the tokens before it are those that it was computed from. The
+    `processors` have seen those before the step's end, and see those that are drawn.
     """
     params = step.sampling
     assert params.seed is not None, "a step always carries its seed"
     token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     for row, guessed in zip(logits, (*draft, None), strict=True):
         position = step.end_position + len(token_ids)
         token_id = sample(
@@ -114,9 +140,15 @@ def _draw(
             top_p=params.top_p,
             seed=params.seed,
             position=position,
+            min_p=params.min_p,
+            processors=processors,
         )
         token_ids.append(token_id)
+        if params.logprobs is not None:
+            logprobs.append(token_logprobs(row, token_id, params.logprobs))
+        for processor in processors:
+            processor.advance(token_id)
         reason = finish_reason(step, token_id=token_id, position=position)
         if reason is not None or token_id != guessed:
             break
-    return token_ids, reason
+    return Commit(step.request_id, step.epoch, step.end_position, token_ids, reason, logprobs)

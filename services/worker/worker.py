@@ -31,6 +31,7 @@ from services.worker.quarantine import Quarantine
 from services.worker.readiness import Readiness, unix_ms
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
+from services.worker.shaping import MakeProcessors, processors_of
 from services.worker.stages import COMPUTE, PREPARE, SETTLE, Stages
 from services.worker.suspects import Suspects
 from services.worker.verdict import step_problem
@@ -76,6 +77,7 @@ class Worker:
     `kv_pages` None is the embedded mode: no other process could take over, so rows stay local, and
     `prefixes` has those that requests share.
     Without a `membership` there are no routes and no inbox: steps go by their group's queue.
+    `make_processors` says what a request that asks for it has done to its logits.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Worker:
         limits: WorkerLimits = WorkerLimits(),
         faults: Faults | None = None,
         watchdog: Watchdog | None = None,
+        make_processors: MakeProcessors = processors_of,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -178,6 +181,7 @@ class Worker:
             confirm_timeout_s=limits.confirm_timeout_s,
             faults=faults,
             stages=self.stages,
+            make_processors=make_processors,
         )
         for group, layer_group in layer_groups.items():
             self.serve_group(group, layer_group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,10 +10,13 @@ from typing import Any, Protocol
 from shared.api.ask import Kind
 from shared.api.choice import Choice, Piece, Usage
 from shared.api.model import ApiModel
+from shared.text.logprobs import ShownToken, chat_logprobs, text_logprobs
+from shared.text.tool_calls import CallPart, joined_parts
 
 
 class Answered(Protocol):
-    """What is told of an answer. `usage` None: it still runs."""
+    """What is told of an answer. `usage` None: it still runs. `logprobs`: how many likeliest
+    tokens it is to tell of, None for no probabilities."""
 
     @property
     def completion_id(self) -> str: ...
@@ -27,14 +31,17 @@ class Answered(Protocol):
     def created_unix_s(self) -> int: ...
 
     @property
+    def logprobs(self) -> int | None: ...
+
+    @property
     def usage(self) -> Usage | None: ...
 
 
-def whole_document(answer: Answered, texts: Sequence[str], model: ApiModel) -> dict[str, Any]:
-    """The answer to a request that is no stream."""
+def whole_document(answer: Answered, pieces: Sequence[Piece], model: ApiModel) -> dict[str, Any]:
+    """The answer to a request that is no stream, from the pieces of all choices."""
     assert answer.usage is not None, "every request has ended"
     choices = [
-        _choice(answer, choice.index, texts[choice.index], choice.finish_reason)
+        _choice(answer, choice, [p for p in pieces if p.index == choice.index], model)
         for choice in answer.choices
     ]
     kind = "chat.completion" if answer.kind == "chat" else "text_completion"
@@ -45,6 +52,8 @@ class Chunks:
     """The chunks of one stream as JSON texts."""
 
     def __init__(self, answer: Answered, model: ApiModel, *, include_usage: bool) -> None:
+        self._answer = answer
+        self._model = model
         self._is_chat = answer.kind == "chat"
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         self._head = _head(answer, kind, model)
@@ -52,12 +61,16 @@ class Chunks:
         self._tail: dict[str, Any] = {"usage": None} if include_usage else {}
 
     def opening(self, piece: Piece) -> str:
-        return self._chunk(piece.index, {"role": "assistant", "content": ""}, None)
+        return self._chunk(piece, {"role": "assistant", "content": ""})
 
     def piece(self, piece: Piece) -> str:
         if self._is_chat:
-            delta = {"content": piece.text} if piece.text else {}
-            return self._chunk(piece.index, delta, piece.finish_reason)
+            delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+            if piece.calls:
+                delta["tool_calls"] = [
+                    self._call(piece.index, part) for part in joined_parts(piece.calls)
+                ]
+            return self._chunk(piece, delta)
         return _dump(
             {
                 **self._head,
@@ -65,7 +78,7 @@ class Chunks:
                     {
                         "index": piece.index,
                         "text": piece.text,
-                        "logprobs": None,
+                        "logprobs": self._logprobs(piece),
                         "finish_reason": piece.finish_reason,
                     }
                 ],
@@ -76,9 +89,23 @@ class Chunks:
     def usage(self, usage: Usage) -> str:
         return _dump({**self._head, "choices": [], "usage": _usage(usage)})
 
-    def _chunk(self, index: int, delta: dict[str, str], finish_reason: str | None) -> str:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _call(self, choice: int, part: CallPart) -> dict[str, Any]:
+        if not part.name:
+            return {"index": part.index, "function": {"arguments": part.arguments}}
+        return {"index": part.index, **_tool_call(self._answer.completion_id, choice, part)}
+
+    def _chunk(self, piece: Piece, delta: dict[str, Any]) -> str:
+        choice = {
+            "index": piece.index,
+            "delta": delta,
+            "logprobs": self._logprobs(piece),
+            "finish_reason": piece.finish_reason,
+        }
         return _dump({**self._head, "choices": [choice], **self._tail})
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        """Those of the tokens that begin in the piece; none in one that only opens or ends."""
+        return _logprobs(self._answer, piece.tokens, self._model) if piece.tokens else None
 
 
 def _head(answer: Answered, kind: str, model: ApiModel) -> dict[str, Any]:
@@ -91,11 +118,45 @@ def _head(answer: Answered, kind: str, model: ApiModel) -> dict[str, Any]:
     }
 
 
-def _choice(answer: Answered, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+def _choice(
+    answer: Answered, choice: Choice, pieces: list[Piece], model: ApiModel
+) -> dict[str, Any]:
+    text = "".join(piece.text for piece in pieces)
+    tokens = [token for piece in pieces for token in piece.tokens]
+    document: dict[str, Any] = {"index": choice.index}
     if answer.kind == "text":
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
-    message = {"role": "assistant", "content": text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+        document["text"] = text
+    else:
+        document["message"] = {"role": "assistant", "content": text, "refusal": None}
+        parts = joined_parts([part for piece in pieces for part in piece.calls])
+        if parts:
+            document["message"] |= {
+                "content": text or None,
+                "tool_calls": [
+                    _tool_call(answer.completion_id, choice.index, part) for part in parts
+                ],
+            }
+    document["logprobs"] = _logprobs(answer, tokens, model)
+    return {**document, "finish_reason": choice.finish_reason}
+
+
+def _tool_call(completion_id: str, choice: int, part: CallPart) -> dict[str, Any]:
+    """Its id depends on its place alone, so that whoever reads it again finds the same."""
+    place = f"{completion_id}-{choice}-{part.index}".encode()
+    name = hashlib.blake2b(place, digest_size=12, person=b"cellpipe-call").hexdigest()
+    return {
+        "id": f"call_{name}",
+        "type": "function",
+        "function": {"name": part.name, "arguments": part.arguments},
+    }
+
+
+def _logprobs(answer: Answered, tokens: list[ShownToken], model: ApiModel) -> dict[str, Any] | None:
+    if answer.logprobs is None:
+        return None
+    if answer.kind == "chat":
+        return chat_logprobs(tokens, model.tokenizer)
+    return text_logprobs(tokens, model.tokenizer, num_top=answer.logprobs)
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

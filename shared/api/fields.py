@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+from shared.sampling_params import BIAS_KEY, MAX_BIAS, MAX_BIASES
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -72,6 +74,12 @@ def _as_content(value: Any) -> Any:
     return "".join(part["text"] for part in value)
 
 
+def _as_tool_choice(value: Any) -> Any:
+    if value in TOOL_CHOICES or isinstance(value, dict):
+        return value
+    raise PydanticCustomError("tool_choice", f"must be {', '.join(TOOL_CHOICES)} or a function")
+
+
 def _as_prompts(value: Any) -> Any:
     """A prompt, or a list of them: each a text or a list of token ids."""
     if isinstance(value, str) or _is_token_ids(value):
@@ -92,6 +100,26 @@ def _as_prompts(value: Any) -> Any:
     return tuple(p if isinstance(p, str) else tuple(p) for p in prompts)
 
 
+def _as_bias(value: Any) -> Any:
+    """(token id, bias) by ascending id, from OpenAI's map of ids as texts."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise PydanticCustomError("bias", "must be a map of token ids to numbers")
+    if len(value) > MAX_BIASES:
+        raise PydanticCustomError("bias", f"must be at most {MAX_BIASES} tokens, got {len(value)}")
+    pairs: dict[int, float] = {}
+    for name, bias in value.items():
+        if not BIAS_KEY.match(name):
+            raise PydanticCustomError("bias", f"must have token ids as keys, got {name!r:.40}")
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise PydanticCustomError(
+                "bias", f"of token {name} must be a number in -100..100, got {bias!r:.40}"
+            )
+        pairs[int(name)] = float(bias)
+    return tuple(sorted(pairs.items()))
+
+
 def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
@@ -102,6 +130,7 @@ def _finite(value: float) -> float:
     return value
 
 
+TOOL_CHOICES = ("none", "auto", "required")
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 _TOKENS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 
@@ -111,6 +140,28 @@ Stops = Annotated[
     BeforeValidator(_as_stops),
     WithJsonSchema(
         {"anyOf": [{"type": "string"}, {**_TEXTS, "maxItems": MAX_STOPS}, {"type": "null"}]}
+    ),
+    Field(strict=False),
+]
+Bias = Annotated[
+    tuple[tuple[int, float], ...],
+    BeforeValidator(_as_bias),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "maxProperties": MAX_BIASES,
+                    "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
+                    "additionalProperties": {
+                        "type": "number",
+                        "minimum": -MAX_BIAS,
+                        "maximum": MAX_BIAS,
+                    },
+                },
+                {"type": "null"},
+            ]
+        }
     ),
     Field(strict=False),
 ]
@@ -134,6 +185,11 @@ Content = Annotated[
             ]
         }
     ),
+]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | dict[str, Any],
+    BeforeValidator(_as_tool_choice),
+    WithJsonSchema({"anyOf": [{"type": "string", "enum": list(TOOL_CHOICES)}, {"type": "object"}]}),
 ]
 Prompts = Annotated[
     tuple[str | tuple[int, ...], ...],

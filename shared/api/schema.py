@@ -20,12 +20,26 @@ from pydantic.fields import FieldInfo
 from pydantic_core import from_json
 
 from shared.api.errors import ApiError
-from shared.api.fields import Content, Number, Peers, Prompts, Stops, check_refused, refused
+from shared.api.fields import (
+    Bias,
+    Content,
+    Number,
+    Peers,
+    Prompts,
+    Stops,
+    ToolChoice,
+    check_refused,
+    refused,
+)
+from shared.logprobs import MAX_TOP_LOGPROBS
 from shared.messages import MAX_SEED, MAX_TOKENS_LIMIT
+from shared.sampling_params import MAX_BIASES, MAX_PENALTY, MAX_REPETITION, MIN_REPETITION
+from shared.text.response_format import MAX_FUNCTIONS
 
 MAX_CHOICES = 32
 MAX_MESSAGES = 4096
 MAX_METADATA = 16
+MAX_TEXT_LOGPROBS = 5  # as OpenAI's
 
 _BOTH = Peers(True, True, True)
 
@@ -56,17 +70,58 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, Peers(True, False, False)] = refused(False)
 
 
+class CalledFunction(Body):
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    arguments: str = ""
+
+
+class ToolCall(Body):
+    """A call that the model made earlier."""
+
+    id: Annotated[str, Field(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Annotated[int | None, Peers(False, False, True, "no effect")] = None
+
+
 class Message(Body):
-    role: Annotated[Literal["system", "developer", "user", "assistant"], _BOTH]
-    content: Annotated[Content, _BOTH]
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], _BOTH]
+    content: Annotated[
+        Content | None, Peers(True, True, True, "may be absent beside `tool_calls`")
+    ] = None
     name: Annotated[Any, Peers(True, True, True)] = refused()
     refusal: Annotated[Any, Peers(True, False, False)] = refused()
     audio: Annotated[Any, Peers(True, False, False)] = refused()
     annotations: Annotated[Any, Peers(True, False, False)] = refused([])
-    tool_calls: Annotated[Any, Peers(True, True, True)] = refused([])
+    tool_calls: Annotated[
+        list[ToolCall] | None,
+        Field(max_length=MAX_FUNCTIONS),
+        Peers(True, True, True, "of role `assistant`"),
+    ] = None
+    tool_call_id: Annotated[
+        str | None, Field(max_length=256), Peers(True, True, True, "of role `tool`")
+    ] = None
     function_call: Annotated[Any, Peers(True, False, False)] = refused()
 
 
+class ToolFunction(Body):
+    name: Annotated[str, Field(max_length=64), Peers(True, True, True, "letters, digits, - and _")]
+    description: str | None = None
+    parameters: Annotated[
+        dict[str, Any] | None, Peers(True, True, True, "JSON schema; default: none")
+    ] = None
+    strict: Annotated[
+        bool | None,
+        Peers(True, False, False, "a forced call is held to its schema either way"),
+    ] = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+Penalty = Annotated[Number | None, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
 
 
@@ -98,12 +153,22 @@ class Generation(Body):
     user: Annotated[str | None, Field(max_length=1024), Peers(True, False, False, "no effect")] = (
         None
     )
-    frequency_penalty: Annotated[Any, Peers(True, True, True)] = refused(0)
-    presence_penalty: Annotated[Any, Peers(True, True, True)] = refused(0)
-    repetition_penalty: Annotated[Any, Peers(False, False, True)] = refused(1)
+    frequency_penalty: Annotated[
+        Penalty, Peers(True, True, True, "for each time in the answer")
+    ] = None
+    presence_penalty: Annotated[Penalty, Peers(True, True, True, "once, if in the answer")] = None
+    repetition_penalty: Annotated[
+        Number | None,
+        Field(ge=MIN_REPETITION, le=MAX_REPETITION),
+        Peers(False, False, True, "of prompt and answer; 1 is off"),
+    ] = None
     repeat_penalty: Annotated[Any, Peers(False, True, False)] = refused(1)
-    min_p: Annotated[Any, Peers(False, True, True)] = refused(0)
-    logit_bias: Annotated[Any, Peers(True, True, True)] = refused({})
+    min_p: Annotated[
+        Number | None, Field(ge=0, le=1), Peers(False, True, True, "0 is off; llama-server: 0.05")
+    ] = None
+    logit_bias: Annotated[
+        Bias, Peers(True, True, True, f"up to {MAX_BIASES} token ids, each -100 to 100")
+    ] = ()
 
 
 class ChatCompletion(Generation):
@@ -125,12 +190,30 @@ class ChatCompletion(Generation):
         Peers(True, False, False, "no effect"),
     ] = None
     service_tier: Annotated[Any, Peers(True, False, False)] = refused("auto", "default")
-    logprobs: Annotated[Any, Peers(True, True, True)] = refused(False)
-    top_logprobs: Annotated[Any, Peers(True, True, True)] = refused(0)
-    response_format: Annotated[Any, Peers(True, True, True)] = refused({"type": "text"})
-    tools: Annotated[Any, Peers(True, True, True)] = refused([])
-    tool_choice: Annotated[Any, Peers(True, True, True)] = refused("none", "auto")
-    parallel_tool_calls: Annotated[Any, Peers(True, True, True)] = refused(True, False)
+    logprobs: Annotated[
+        bool | None, Peers(True, True, True, "of the model, before bias, penalties and temperature")
+    ] = None
+    top_logprobs: Annotated[
+        int | None,
+        Field(ge=0, le=MAX_TOP_LOGPROBS),
+        Peers(True, True, True, "only with `logprobs: true`"),
+    ] = None
+    response_format: Annotated[
+        dict[str, Any] | None,
+        Peers(True, True, True, "`text`, `json_object`, `json_schema`; see below"),
+    ] = None
+    tools: Annotated[
+        list[Tool] | None,
+        Field(max_length=MAX_FUNCTIONS),
+        Peers(True, True, True, "functions; see below"),
+    ] = None
+    tool_choice: Annotated[
+        ToolChoice | None,
+        Peers(True, True, True, "or the function that must be called"),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Peers(True, True, True, "false: one call at most")
+    ] = None
     functions: Annotated[Any, Peers(True, False, False)] = refused([])
     function_call: Annotated[Any, Peers(True, False, False)] = refused("none")
     modalities: Annotated[Any, Peers(True, False, False)] = refused(["text"])
@@ -150,7 +233,11 @@ class TextCompletion(Generation):
     max_tokens: Annotated[Tokens | None, Peers(True, True, True, "default 16")] = None
     best_of: Annotated[Any, Peers(True, False, False)] = refused(1)
     echo: Annotated[Any, Peers(True, False, True)] = refused(False)
-    logprobs: Annotated[Any, Peers(True, True, True)] = refused()
+    logprobs: Annotated[
+        int | None,
+        Field(ge=0, le=MAX_TEXT_LOGPROBS),
+        Peers(True, True, True, "so many likeliest tokens, and the one that was drawn"),
+    ] = None
     suffix: Annotated[Any, Peers(True, False, False)] = refused("")
 
 
@@ -197,7 +284,7 @@ def check_body(document: dict[str, Any], kind: type[BodyType]) -> BodyType:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = error.errors(include_url=False, include_context=False)[0]
     param = _path(first["loc"])
     match first["type"]:
         case "extra_forbidden":
@@ -219,7 +306,10 @@ def _refusal(error: ValidationError) -> ApiError:
                 code="missing_required_parameter",
             )
         case _:
-            return ApiError(400, f"{param}: {first['msg']:.300}", param=param, code="invalid_value")
+            given = first["input"]
+            got = f", got {given!r:.40}" if isinstance(given, int | float) else ""
+            message = f"{param}: {first['msg']:.300}{got}"
+            return ApiError(400, message, param=param, code="invalid_value")
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shared.errors import DecodeError, ErrorCode, StoreDamaged
+from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason
 from shared.store import keys
 from shared.store.connection import Call, Connection
@@ -131,13 +132,15 @@ class Ledger:
         position: int,
         token_ids: Sequence[int],
         finish: FinishReason | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> CommitResult:
         """Commit the tokens of the positions from `position` on, all or none of them.
 
         The request ends with the last when `finish` says so. The event of each and the final event
         are stored by the same script. Raises `StoreDamaged`.
         """
-        result = self.commit_all([Commit(request_id, epoch, position, token_ids, finish)])[0]
+        commit = Commit(request_id, epoch, position, token_ids, finish, logprobs)
+        result = self.commit_all([commit])[0]
         if isinstance(result, StoreDamaged):
             raise result
         return result
@@ -155,7 +158,9 @@ class Ledger:
                         commit.finish or "",
                         self._running_ttl_ms,
                         self._finished_ttl_ms,
+                        len(commit.token_ids),
                         *commit.token_ids,
+                        *(logprobs.pack() for logprobs in commit.logprobs),
                     ),
                 )
                 for commit in commits

@@ -7,8 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from shared.errors import RequestError, StoreDamaged
+from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason
-from shared.store.ledger_types import Commit, CommitResult, Event, LedgerRecord, RequestState
+from shared.store.ledger_types import (
+    Commit,
+    CommitResult,
+    Event,
+    LedgerRecord,
+    RequestState,
+    TokenEvent,
+)
 
 START = "0-0"  # before the first event
 MAX_ERROR_CHARS = 2000
@@ -36,6 +44,7 @@ class RequestLedger(Protocol):
         position: int,
         token_ids: Sequence[int],
         finish: FinishReason | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> CommitResult: ...
 
     def commit_all(self, commits: Sequence[Commit]) -> list[CommitResult | StoreDamaged]: ...
@@ -59,6 +68,16 @@ class RequestLedger(Protocol):
     def states(self, request_ids: Iterable[str]) -> dict[str, RequestState]: ...
 
     def tokens(self, request_id: str) -> list[int]: ...
+
+
+def token_events(ledger: RequestLedger, request_id: str) -> list[TokenEvent]:
+    """The tokens generated so far, with their log probabilities. Raises `DecodeError`."""
+    found: list[TokenEvent] = []
+    after = START
+    while events := ledger.events(request_id, after):
+        found += [event for event in events if isinstance(event, TokenEvent)]
+        after = events[-1].event_id
+    return found
 
 
 def read_event_id(text: str) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 -- Commit the tokens of consecutive positions, all or none; the first writer wins.
 -- KEYS: ledger, events.
 -- ARGV: epoch, first position, finish reason or '', ms to live while running, and after the end,
--- then the token ids.
+-- how many tokens, their ids, and, if the request asked for them, the log probabilities of each.
 -- `first` of a record is where its last commit began: what comes again begins there.
 local row = redis.call('HMGET', KEYS[1], 'epoch', 'committed', 'finish_reason', 'num_prompt', 'first',
   'num_cached')
@@ -33,12 +33,17 @@ if position ~= committed + 1 then
   return {'gap', row[2]}
 end
 
-local last, renews = position + #ARGV - 6, position == num_prompt
-for i = 6, #ARGV do
-  local now = position + i - 6
+local count = tonumber(ARGV[6])
+local last, renews = position + count - 1, position == num_prompt
+for i = 7, 6 + count do
+  local now = position + i - 7
+  local entry = {now .. '-0', 't', ARGV[i]}
+  if ARGV[i + count] then
+    entry[4], entry[5] = 'l', ARGV[i + count]
+  end
   if now == num_prompt then
-    redis.call('XADD', KEYS[2], now .. '-0', 't', ARGV[i])
-  elseif not redis.call('XADD', KEYS[2], 'NOMKSTREAM', now .. '-0', 't', ARGV[i]) then
+    redis.call('XADD', KEYS[2], unpack(entry))
+  elseif not redis.call('XADD', KEYS[2], 'NOMKSTREAM', unpack(entry)) then
     return {'damaged'}  -- the tokens before this one were lost; the stream is still missing
   end
   renews = renews or now % 256 == 0

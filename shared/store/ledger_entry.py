@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason
 from shared.store.ledger_base import MAX_ERROR_CHARS
 from shared.store.ledger_types import Event, FinalEvent, LedgerRecord, TokenEvent
@@ -17,7 +18,8 @@ class Entry:
     """One request: what it began with and what changed since.
 
     `admitted` has no tokens: they are in `prompt`, in a tenth of the memory. `first` is where the
-    last commit began: what comes again begins there.
+    last commit began: what comes again begins there. `logprobs` are packed, of each generated token
+    or of none.
     """
 
     admitted: LedgerRecord
@@ -32,6 +34,7 @@ class Entry:
     expires_at_s: float
     final: FinalEvent | None = None
     final_id: EventId = (0, 0)
+    logprobs: list[bytes] = field(default_factory=list)
 
     @classmethod
     def of(cls, record: LedgerRecord, *, expires_at_s: float) -> Entry:
@@ -73,7 +76,7 @@ class Entry:
         """Up to `count` events after the one with the id `after`."""
         start = max(0, after[0] + 1 - self.num_prompt)  # token ids end in 0: none lies between
         events: list[Event] = [
-            TokenEvent(event_text((position, 0)), position, token_id)
+            TokenEvent(event_text((position, 0)), position, token_id, self._logprobs(position))
             for position, token_id in enumerate(
                 self.generated[start : start + count], start + self.num_prompt
             )
@@ -81,6 +84,11 @@ class Entry:
         if self.final is not None and len(events) < count and self.final_id > after:
             events.append(self.final)
         return events
+
+    def _logprobs(self, position: int) -> TokenLogprobs | None:
+        if not self.logprobs:
+            return None
+        return TokenLogprobs.unpack(self.logprobs[position - self.num_prompt])
 
 
 def event_text(event_id: EventId) -> str:

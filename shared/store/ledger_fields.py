@@ -13,10 +13,22 @@ from typing import Any
 import numpy as np
 
 from shared.errors import CellpipeError, DecodeError, StoreDamaged
+from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason, SamplingParams
 from shared.store.connection import Argument
 from shared.store.ledger_base import MAX_ERROR_CHARS
 from shared.store.ledger_types import Event, FinalEvent, LedgerRecord, RequestState, TokenEvent
+from shared.text.response_format import read_response_format
+
+_DEFAULTS = asdict(SamplingParams())
+_RARE = (
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "logprobs",
+)
 
 
 def flat_fields(record: LedgerRecord) -> list[Argument]:
@@ -26,7 +38,7 @@ def flat_fields(record: LedgerRecord) -> list[Argument]:
         "layout_id": record.layout_id,
         "prompt": _pack_tokens(record.prompt_token_ids),
         "num_prompt": record.num_prompt_tokens,
-        "sampling": json.dumps(asdict(record.sampling), separators=(",", ":")),
+        "sampling": _pack_sampling(record.sampling),
         "max_position": record.max_position,
         "stop": _pack_tokens(record.stop_token_ids),
         "epoch": record.epoch,
@@ -39,6 +51,9 @@ def flat_fields(record: LedgerRecord) -> list[Argument]:
         "error_code": record.error_code,
         "error_param": record.error_param,
     }
+    if record.response_format is not None:
+        document = record.response_format.document()
+        fields["response_format"] = json.dumps(document, ensure_ascii=False)
     return [part for field in fields.items() for part in field]
 
 
@@ -60,7 +75,13 @@ def read_event(entry: Sequence[Any]) -> Event:
     try:
         fields = pairs(flat)
         if "t" in fields:
-            return TokenEvent(event_id, int(event_id.partition("-")[0]), int(fields["t"]))
+            packed = fields.get("l")
+            return TokenEvent(
+                event_id,
+                int(event_id.partition("-")[0]),
+                int(fields["t"]),
+                None if packed is None else TokenLogprobs.unpack(packed),
+            )
         return FinalEvent(
             event_id,
             FinishReason(_text(fields["reason"])),
@@ -83,7 +104,7 @@ def read_record(request_id: str, fields: Mapping[str, bytes]) -> LedgerRecord:
             model_id=_text(fields["model_id"]),
             layout_id=_text(fields["layout_id"]),
             prompt_token_ids=_unpack_tokens(fields["prompt"]),
-            sampling=SamplingParams(**json.loads(fields["sampling"])),
+            sampling=_unpack_sampling(fields["sampling"]),
             max_position=int(fields["max_position"]),
             stop_token_ids=_unpack_tokens(fields["stop"]),
             epoch=int(fields["epoch"]),
@@ -95,6 +116,9 @@ def read_record(request_id: str, fields: Mapping[str, bytes]) -> LedgerRecord:
             num_cached=int(fields.get("num_cached", b"0")),
             error_code=_text(fields.get("error_code", b"")),
             error_param=_text(fields.get("error_param", b"")),
+            response_format=read_response_format(json.loads(fields["response_format"]))
+            if "response_format" in fields
+            else None,
         )
     except (KeyError, ValueError, TypeError, CellpipeError) as error:
         raise DecodeError(f"the ledger of request {request_id} cannot be read: {error}") from error
@@ -103,6 +127,22 @@ def read_record(request_id: str, fields: Mapping[str, bytes]) -> LedgerRecord:
 def pairs(flat: Sequence[bytes]) -> dict[str, bytes]:
     """Field, value, field, value as a map."""
     return {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+
+
+def _pack_sampling(sampling: SamplingParams) -> str:
+    """As JSON, without what most requests leave as it is."""
+    fields = asdict(sampling)
+    for name in _RARE:
+        if fields[name] == _DEFAULTS[name]:
+            del fields[name]
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _unpack_sampling(packed: bytes) -> SamplingParams:
+    fields = json.loads(packed)
+    if "logit_bias" in fields:
+        fields["logit_bias"] = tuple((token_id, bias) for token_id, bias in fields["logit_bias"])
+    return SamplingParams(**fields)
 
 
 def _pack_tokens(token_ids: Sequence[int]) -> bytes:

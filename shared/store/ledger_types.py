@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason, SamplingParams
+from shared.text.response_format import ResponseFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,7 @@ class LedgerRecord:
     there when it started: it shares them with other requests. `deadline_unix_ms` 0 means none.
     `error` is for people; `error_code`, an `ErrorCode`, and `error_param`, the field of the request
     at fault, are for programs.
+    `response_format` is what the answer must be, None for text.
     """
 
     request_id: str
@@ -37,6 +40,7 @@ class LedgerRecord:
     num_cached: int = 0
     error_code: str = ""
     error_param: str = ""
+    response_format: ResponseFormat | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -60,13 +64,14 @@ class RequestState:
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Tokens of the positions from `position` on. The request ends with the last one if `finish`
-    says so."""
+    says so. `logprobs` are those of each token, or () for a request that did not ask."""
 
     request_id: str
     epoch: int
     position: int
     token_ids: Sequence[int]
     finish: FinishReason | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,7 @@ class TokenEvent:
     event_id: str
     position: int
     token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

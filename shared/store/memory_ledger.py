@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.errors import StoreDamaged
+from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason
 from shared.store.ledger_base import MAX_ERROR_CHARS, START, read_event_id
 from shared.store.ledger_entry import Entry, EventId, event_text
@@ -103,6 +104,7 @@ class MemoryLedger:
         position: int,
         token_ids: Sequence[int],
         finish: FinishReason | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> CommitResult:
         with self._lock:
             entry = self._entry(request_id)
@@ -121,6 +123,7 @@ class MemoryLedger:
             if position != committed + 1:
                 return Gap(committed)
             entry.generated += array("i", token_ids)
+            entry.logprobs += [each.pack() for each in logprobs]
             entry.first = position
             passed = entry.committed // RENEW_EVERY - committed // RENEW_EVERY
             if finish is not None:
@@ -132,7 +135,8 @@ class MemoryLedger:
 
     def commit_all(self, commits: Sequence[Commit]) -> list[CommitResult | StoreDamaged]:
         return [
-            self.commit(c.request_id, c.epoch, c.position, c.token_ids, c.finish) for c in commits
+            self.commit(c.request_id, c.epoch, c.position, c.token_ids, c.finish, c.logprobs)
+            for c in commits
         ]
 
     def finish(

@@ -11,10 +11,11 @@ from contextlib import ExitStack
 import pytest
 
 from shared.errors import ErrorCode, RequestError
+from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason, SamplingParams
 from shared.store import keys
 from shared.store.ledger import Ledger
-from shared.store.ledger_base import RequestLedger
+from shared.store.ledger_base import RequestLedger, token_events
 from shared.store.ledger_types import (
     AlreadyCommitted,
     Committed,
@@ -54,6 +55,38 @@ def ledger(request: pytest.FixtureRequest) -> Iterator[RequestLedger]:
             ledger = Ledger(opened.enter_context(open_stores(request.param, request)).meta)
         assert ledger.admit(RECORD)
         yield ledger
+
+
+def test_a_record_keeps_what_few_requests_ask_for(ledger: RequestLedger) -> None:
+    sampling = SamplingParams(
+        seed=1, min_p=0.1, frequency_penalty=-0.5, presence_penalty=2.0, repetition_penalty=1.1,
+        logit_bias=((3, -100.0), (7, 0.5)), logprobs=0,
+    )  # fmt: skip
+    assert ledger.admit(dataclasses.replace(RECORD, request_id="other", sampling=sampling))
+
+    record = ledger.get("other")
+
+    assert record is not None
+    assert record.sampling == sampling
+
+
+def test_log_probabilities_stay_with_their_tokens(ledger: RequestLedger) -> None:
+    first = TokenLogprobs(-0.5, ((11, -0.5), (2, -1.25)))
+    others = [TokenLogprobs(-3.0, ((5, -0.125), (6, -2.0))), TokenLogprobs(0.0, ((9, 0.0),))]
+    ledger.commit("req-1", 4, 3, [11], logprobs=[first])
+    ledger.commit("req-1", 4, 4, [8, 9], FinishReason.STOP, others)
+
+    result = ledger.commit("req-1", 4, 4, [8, 9], None, others)
+
+    assert result == AlreadyCommitted((8, 9), FinishReason.STOP)
+    assert ledger.events("req-1")[:3] == [
+        TokenEvent("3-0", 3, 11, first),
+        TokenEvent("4-0", 4, 8, others[0]),
+        TokenEvent("5-0", 5, 9, others[1]),
+    ]
+    assert [e.logprobs for e in ledger.events("req-1", "3-0")[:2]] == others  # type: ignore[union-attr]
+    assert token_events(ledger, "req-1") == ledger.events("req-1")[:3]
+    assert ledger.tokens("req-1") == [11, 8, 9]
 
 
 def test_a_record_is_read_as_it_was_written(ledger: RequestLedger) -> None:

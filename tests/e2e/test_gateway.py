@@ -196,8 +196,8 @@ def test_errors_are_those_of_openais_client(speller: ApiServer) -> None:
         client.chat.completions.create(model="gpt-5", messages=HELLO)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="speller", messages=HELLO, logprobs=True)
-    assert (refused.value.param, refused.value.code) == ("logprobs", "unsupported_parameter")
+        client.chat.completions.create(model="speller", messages=HELLO, service_tier="flex")
+    assert (refused.value.param, refused.value.code) == ("service_tier", "unsupported_parameter")
     with pytest.raises(openai.BadRequestError) as unknown:
         client.chat.completions.create(model="speller", messages=HELLO, extra_body={"mirostat": 2})
     assert (unknown.value.param, unknown.value.code) == ("mirostat", "unknown_parameter")

@@ -26,6 +26,10 @@ REPETITIVE = "one two three four five six seven eight nine ten, " * 3
 GREEDY = SamplingParams(seed=0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=7, max_tokens=24,
                          ignore_eos=True)  # fmt: skip
+SHAPED = replace(GREEDY, frequency_penalty=0.4, presence_penalty=-0.2, repetition_penalty=1.15,
+                 logit_bias=((260, 3.0), (282, -100.0)))  # fmt: skip
+WANDERING = replace(SAMPLED, min_p=0.02, frequency_penalty=0.3, repetition_penalty=1.05)
+ASKED = (GREEDY, SAMPLED, SHAPED, WANDERING)
 
 Ask = Callable[[SamplingParams], list[int]]
 
@@ -44,7 +48,7 @@ def prompt(packed: PackedModel) -> list[int]:
 @pytest.fixture(scope="module")
 def expected(packed: PackedModel, prompt: list[int]) -> list[list[int]]:
     reference = ReferenceModel(packed.manifest, packed.read_shard)
-    return [reference.generate(prompt, params) for params in (GREEDY, SAMPLED)]
+    return [reference.generate(prompt, params) for params in ASKED]
 
 
 @pytest.mark.parametrize("num_groups", [1, 3, 30])
@@ -63,7 +67,7 @@ def test_embedded_pipeline_equals_the_reference(
         num_groups=num_groups,
         workers_per_group=workers_per_group,
     ) as engine:
-        answers = [_ask_engine(engine, prompt, params) for params in (GREEDY, SAMPLED)]
+        answers = [_ask_engine(engine, prompt, params) for params in ASKED]
 
     assert answers == expected
 
@@ -87,7 +91,7 @@ def test_cluster_equals_the_reference(
         num_groups=num_groups,
         workers_per_group=workers_per_group,
     ) as cluster:
-        answers = [cluster.ask(prompt, params)[0] for params in (GREEDY, SAMPLED)]
+        answers = [cluster.ask(prompt, params)[0] for params in ASKED]
 
     assert answers == expected
 
@@ -105,13 +109,13 @@ def test_clusters_of_a_layout_with_a_shorter_wire_agree(
     manifest = packed.manifest
     layout = even_layout(manifest.model_id, manifest.config["num_hidden_layers"], 3, wire=wire)
     reference = ReferenceModel(manifest, packed.read_shard, layout=layout)
-    wanted = reference.generate_all([(prompt, params) for params in (GREEDY, SAMPLED)])
+    wanted = reference.generate_all([(prompt, params) for params in ASKED])
     with ThreadCluster(
         amqp_url, fresh_redis_url, packed, num_groups=3, workers_per_group=2, wire=wire
     ) as cluster:
-        answers = [cluster.ask(prompt, params)[0] for params in (GREEDY, SAMPLED)]
+        answers = [cluster.ask(prompt, params)[0] for params in ASKED]
     with Engine(manifest, packed.read_shard, pick_backend(), num_groups=3, wire=wire) as engine:
-        embedded = [_ask_engine(engine, prompt, params) for params in (GREEDY, SAMPLED)]
+        embedded = [_ask_engine(engine, prompt, params) for params in ASKED]
 
     assert answers == embedded == wanted
     assert wanted != expected  # the rounding shows in these answers, so that a missed hop would
@@ -119,12 +123,15 @@ def test_clusters_of_a_layout_with_a_shorter_wire_agree(
 
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
+@pytest.mark.parametrize("frequency_penalty", [0.0, -0.2])
 def test_a_text_that_repeats_itself_takes_fewer_steps_and_has_the_same_tokens(
-    packed: PackedModel, num_groups: int, temperature: float
+    packed: PackedModel, num_groups: int, temperature: float, frequency_penalty: float
 ) -> None:
     tokenizer, _ = read_text_document(bytes(packed.read_shard("tokenizer")))
     prompt = tokenizer.encode(REPETITIVE, parse_special=False)
-    params = replace(GREEDY, temperature=temperature, max_tokens=48)
+    params = replace(
+        GREEDY, temperature=temperature, max_tokens=48, frequency_penalty=frequency_penalty
+    )
     expected = ReferenceModel(packed.manifest, packed.read_shard).generate(prompt, params)
     with Engine(
         packed.manifest, packed.read_shard, pick_backend(), num_groups=num_groups
@@ -146,7 +153,9 @@ def test_a_cluster_that_speculates_has_the_same_tokens(
 ) -> None:
     tokenizer, _ = read_text_document(bytes(packed.read_shard("tokenizer")))
     prompt = tokenizer.encode(REPETITIVE, parse_special=False)
-    asked = [replace(params, max_tokens=48) for params in (GREEDY, replace(SAMPLED, seed=3))]
+    asked = [
+        replace(params, max_tokens=48) for params in (GREEDY, replace(SAMPLED, seed=3), SHAPED)
+    ]
     reference = ReferenceModel(packed.manifest, packed.read_shard)
     expected = reference.generate_all([(prompt, params) for params in asked])
     with ThreadCluster(
@@ -158,7 +167,7 @@ def test_a_cluster_that_speculates_has_the_same_tokens(
 
 
 def test_greedy_and_sampled_answers_differ(expected: list[list[int]]) -> None:
-    assert expected[0] != expected[1]
+    assert len(set(map(tuple, expected))) == len(ASKED)
 
 
 def _ask_engine(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:

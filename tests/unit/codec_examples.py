@@ -9,6 +9,7 @@ import msgpack
 import numpy as np
 
 from shared.codec import encode
+from shared.logprobs import TokenLogprobs
 from shared.messages import (
     ChatMessage,
     FinishReason,
@@ -19,6 +20,7 @@ from shared.messages import (
     Step,
     Token,
 )
+from shared.text.response_format import calls_format, json_format, read_function
 
 STEP = Step(
     request_id="req-1",
@@ -72,6 +74,9 @@ DRAFTED_STEP = replace(
     draft=(9, 8),
     accepted=(3, 4),
 )
+SHAPED_STEP = replace(
+    TOKENS_STEP, request_id="req-8", sampling=SamplingParams(0.8, seed=7, min_p=0.05), shaped=True
+)
 REQUEST = Request(
     "req-1",
     messages=(ChatMessage("system", "Be brief."), ChatMessage("user", "Größe?")),
@@ -79,6 +84,7 @@ REQUEST = Request(
     sampling=SamplingParams(0.7, 5, 0.9, 11, 64, False),
     deadline_unix_ms=1_790_000_000_000,
 )
+LOGPROBS = TokenLogprobs(-1.5, ((7, -0.25), (258, -1.5)))
 REPLY = Reply("req-1", FinishReason.LENGTH, "about 12 cm", (5, 6, 7), 12)
 EXAMPLES: dict[str, Message] = {
     "step.v1": STEP,
@@ -88,6 +94,9 @@ EXAMPLES: dict[str, Message] = {
     "step.v1.i8": I8_STEP,
     "step.v1.batch": replace(TOKENS_STEP, is_batch=True),
     "step.v2": DRAFTED_STEP,
+    "step.v3": SHAPED_STEP,
+    "step.v3.draft": replace(DRAFTED_STEP, shaped=True),
+    "step.v3.logprobs": replace(TOKENS_STEP, sampling=SamplingParams(seed=7, logprobs=0)),
     "request.v1": REQUEST,
     "request.v1.prompt": Request("req-2", prompt="Hello"),
     "request.v1.token_ids": Request("req-3", token_ids=(1, 2, 3)),
@@ -95,8 +104,36 @@ EXAMPLES: dict[str, Message] = {
         "req-5", prompt="Hello", sampling=SamplingParams(speculation=False)
     ),
     "request.v1.stream": Request("req-6", prompt="Hello", stream=True),
+    "request.v1.penalties": Request(
+        "req-8",
+        prompt="Hello",
+        sampling=SamplingParams(
+            0.7,
+            min_p=0.05,
+            frequency_penalty=-2.0,
+            presence_penalty=0.5,
+            repetition_penalty=1.1,
+            logit_bias=((5, -100.0), (258, 1.5)),
+        ),
+    ),
+    "request.v1.response_format": Request(
+        "req-9", prompt="Hello", response_format=json_format({"type": ["object", "null"]}, "")
+    ),
+    "request.v1.calls": Request(
+        "req-10",
+        token_ids=(1,),
+        response_format=calls_format([read_function("f", None, "")], parallel=True),
+    ),
+    "request.v1.logprobs": Request("req-9", prompt="Hello", sampling=SamplingParams(logprobs=20)),
     "token.v1": Token("req-6", 3, 258, " wörld"),
+    "token.v1.logprobs": Token(
+        "req-9", 3, 258, "x", TokenLogprobs(-1.5, ((7, -0.25), (258, -1.5)))
+    ),
     "reply.v1": REPLY,
+    "reply.v1.logprobs": replace(
+        REPLY,
+        logprobs=(TokenLogprobs(-0.5), TokenLogprobs(-2.0, ((7, -0.25),)), TokenLogprobs(0.0)),
+    ),
     "reply.v1.cached": replace(REPLY, num_cached_tokens=16, num_prompt_tokens=20),
     "reply.v1.error": Reply("req-4", FinishReason.ERROR, "", (), 3, "deadline passed"),
     "reply.v1.refused": Reply(

@@ -11,6 +11,7 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import (
     ChatCompletionAssistantMessageParam,
     ChatCompletionStreamOptionsParam,
+    ChatCompletionToolMessageParam,
     ChatCompletionUserMessageParam,
 )
 from openai.types.chat import completion_create_params as chat_params
@@ -58,7 +59,8 @@ def test_a_field_that_does_not_say_what_others_do_has_no_row(
         (TextCompletion, [text_params.CompletionCreateParamsBase,
                           text_params.CompletionCreateParamsStreaming]),
         (StreamOptions, [ChatCompletionStreamOptionsParam]),
-        (Message, [ChatCompletionUserMessageParam, ChatCompletionAssistantMessageParam]),
+        (Message, [ChatCompletionUserMessageParam, ChatCompletionAssistantMessageParam,
+                   ChatCompletionToolMessageParam]),
     ],
 )  # fmt: skip
 def test_openais_column_is_what_its_client_takes(body: type[Body], theirs: list[Any]) -> None:

@@ -120,6 +120,23 @@ def test_every_line_has_an_answer_in_openais_form(tmp_path: Path) -> None:
     assert run.progress().num_tokens == 7
 
 
+def test_log_probabilities_are_in_the_answers_that_asked_for_them(tmp_path: Path) -> None:
+    asking = chat_line("chat", logprobs=True, top_logprobs=2, ignore_eos=True)
+    body = {"prompt": "hello", "logprobs": 1, "max_tokens": 4, "ignore_eos": True}
+    text = {"custom_id": "text", "method": "POST", "url": "/v1/completions", "body": body}
+    batch = Batch(tmp_path, [asking, text, chat_line("none")])
+
+    batch.run()
+
+    by_name = {name: line["response"]["body"] for name, line in batch.by_id().items()}
+    chat = by_name["chat"]["choices"][0]
+    shown = b"".join(bytes(entry["bytes"]) for entry in chat["logprobs"]["content"])
+    assert shown.decode(errors="replace") == chat["message"]["content"]
+    assert {len(entry["top_logprobs"]) for entry in chat["logprobs"]["content"]} == {2}
+    assert len(by_name["text"]["choices"][0]["logprobs"]["tokens"]) <= 4
+    assert by_name["none"]["choices"][0]["logprobs"] is None
+
+
 def test_what_is_wrong_with_a_line_is_in_its_answer_and_the_others_go_on(tmp_path: Path) -> None:
     lines: list[Any] = [
         chat_line("good"),

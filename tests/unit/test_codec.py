@@ -74,6 +74,28 @@ def test_a_draft_makes_another_kind_which_an_older_worker_refuses() -> None:
     assert b"draft" not in encode(STEP)
 
 
+def test_what_draws_otherwise_makes_another_kind_too() -> None:
+    assert b"step.v3" in encode(EXAMPLES["step.v3"])
+    for name in ("min_p", "shaped", "penalty", "logit_bias", "logprobs"):
+        assert name.encode() not in encode(STEP)
+        assert name.encode() not in encode(EXAMPLES["request.v1"])
+        assert name.encode() not in encode(EXAMPLES["reply.v1"]) + encode(EXAMPLES["token.v1"])
+
+
+def test_a_bias_is_a_map_of_token_ids_in_json_too() -> None:
+    sampling = {"logit_bias": {"258": 1.5, "5": -100}, "frequency_penalty": 1, "min_p": 0.5}
+    body = json.dumps({"request_id": "r", "prompt": "Hi", "sampling": sampling})
+
+    got = decode(body.encode(), JSON)
+
+    assert isinstance(got, Request)
+    assert got.sampling == SamplingParams(
+        logit_bias=((5, -100.0), (258, 1.5)), frequency_penalty=1.0, min_p=0.5
+    )
+    whole = SamplingParams(logit_bias=tuple((i, 1.0) for i in range(300)))
+    assert decode(encode(Request("r", prompt="x", sampling=whole))).sampling == whole  # type: ignore[union-attr]
+
+
 def test_speculation_is_on_unless_a_request_says_no() -> None:
     for value, body in [(True, {}), (True, {"speculation": True}), (False, {"speculation": False})]:
         got = decode(
@@ -128,6 +150,14 @@ sampling_params = st.builds(
     seed=st.integers(0, 2**64 - 1),
     max_tokens=st.integers(1, 1_048_576),
     ignore_eos=st.booleans(),
+    min_p=st.floats(0, 1),
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 100),
+    logit_bias=st.dictionaries(st.integers(0, 999_999_999), st.floats(-100, 100), max_size=9).map(
+        lambda biases: tuple(sorted(biases.items()))
+    ),
+    logprobs=st.none() | st.integers(0, 20),
 )
 request_ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", fullmatch=True)
 token_ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50).map(tuple)

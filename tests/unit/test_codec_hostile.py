@@ -22,7 +22,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kind": "step.v3"}, "kind must be one of"),
+        ({"kind": "step.v9"}, "kind must be one of"),
         ({"kind": ["step.v1"]}, "kind must be one of"),
         ({"group": True}, "group must be an integer, got bool"),
         ({"group": 1.0}, "group must be an integer, got float"),
@@ -80,6 +80,47 @@ def test_a_wrong_draft_is_refused_by_name(changes: dict[str, Any], words: str) -
         decode(frame(DRAFTED_STEP, **changes))
 
 
+@pytest.mark.parametrize(
+    "bias",
+    [
+        [1], 5, {"x": 1}, {"-1": 1}, {"": 1}, {"1.0": 1}, {"07": 1}, {"9999999999": 1},
+        {"\u0661": 1}, {b"1": 1}, {"1": True}, {"1": "2"}, {"1": None},
+        {"1" * 99: 1}, {str(i): 1 for i in range(301)},
+    ],
+)  # fmt: skip
+def test_a_bias_that_is_no_map_of_token_ids_is_refused(bias: Any) -> None:
+    with pytest.raises(DecodeError, match="logit_bias"):
+        decode(frame(REQUEST, sampling={"logit_bias": bias}))
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        1, [], {}, {"logprob": -1}, {"top": []}, {"logprob": "1", "top": []},
+        {"logprob": math.nan, "top": []}, {"logprob": -1.0, "top": [1]},
+        {"logprob": -1.0, "top": [[1]]}, {"logprob": -1.0, "top": [[-1, 0.5]]},
+        {"logprob": -1.0, "top": [[1, math.inf]]}, {"logprob": -1.0, "top": [[1, -1.0]] * 21},
+    ],
+)  # fmt: skip
+def test_log_probabilities_that_are_none_are_refused(logprobs: Any) -> None:
+    with pytest.raises(DecodeError):
+        decode(frame(EXAMPLES["token.v1"], logprobs=logprobs))
+    with pytest.raises(DecodeError):
+        decode(frame(EXAMPLES["reply.v1"], logprobs=[logprobs] * 3))
+
+
+def test_log_probabilities_are_of_each_token_of_a_reply() -> None:
+    with pytest.raises(DecodeError, match="those of 3 tokens, got 1"):
+        decode(frame(EXAMPLES["reply.v1"], logprobs=[{"logprob": -1.0, "top": []}]))
+
+
+def test_a_bias_that_is_true_is_refused_when_one_of_1_was_taken() -> None:
+    decode(frame(REQUEST, sampling={"logit_bias": {"7": 1}}))
+
+    with pytest.raises(DecodeError, match="logit_bias"):
+        decode(frame(REQUEST, sampling={"logit_bias": {"7": True}}))
+
+
 @pytest.mark.parametrize("value", [1, 0, "yes", None, [True]])
 def test_a_switch_that_is_no_bool_is_refused(value: Any) -> None:
     with pytest.raises(DecodeError):
@@ -93,6 +134,13 @@ def test_a_switch_that_is_no_bool_is_refused(value: Any) -> None:
         ({"sampling": {"top_p": 0}}, "top_p must be in"),
         ({"sampling": {"max_tokens": 0}}, "max_tokens must be in"),
         ({"sampling": {"top_k": -5}}, "top_k must be"),
+        ({"sampling": {"min_p": 1.5}}, "min_p must be in 0..1, got 1.5"),
+        ({"sampling": {"frequency_penalty": 2.5}}, "frequency_penalty must be in -2..2, got 2.5"),
+        ({"sampling": {"presence_penalty": math.nan}}, "presence_penalty must be in"),
+        ({"sampling": {"repetition_penalty": 0}}, "repetition_penalty must be in"),
+        ({"sampling": {"logprobs": 21}}, "logprobs must be in 0..20 or null, got 21"),
+        ({"sampling": {"logprobs": -1}}, "logprobs must be in"),
+        ({"sampling": {"logit_bias": {"7": 101}}}, "logit_bias of token 7 must be in -100..100"),
         ({"request_id": "a/b"}, "request_id must be"),
         ({"prompt": "and messages"}, "exactly one of"),
         ({"messages": ...}, "exactly one of"),

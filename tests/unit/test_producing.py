@@ -45,6 +45,28 @@ EDGES: dict[str, list[Any]] = {
     "deadline_unix_ms": [0, 1, -1, 2**53 - 1, 2**53, None, True, "1", 1.5],
     "stream": [True, False, None, 0, "true"],
     "sampling": [{}, None, [], {"unknown": 1}, 1],
+    "response_format": [
+        None, {}, [], "json_object", {"type": "text"}, {"type": "json_object"}, {"type": "xml"},
+        {"type": "json_object", "schema": {}}, {"type": "json_schema"}, {"type": None},
+        *[
+            {"type": "json_schema", "json_schema": value}
+            for value in (
+                None, {}, {"schema": {"type": "object"}}, {"schema": True}, {"schema": None},
+                {"schema": 1}, {"schema": {}, "strict": None}, {"schema": {}, "strict": 1},
+                {"schema": {}, "name": "n"}, {"schema": {}, "more": 1},
+            )
+        ],
+        *[
+            {"type": "tool_calls", "functions": value}
+            for value in (
+                None, [], {}, [1], [{}], [{"name": "f"}], [{"name": "f g"}], [{"name": 1}],
+                [{"name": "f", "parameters": {}}], [{"name": "f", "parameters": None}],
+                [{"name": "f", "parameters": 1}], [{"name": "f", "more": 1}],
+            )
+        ],
+        {"type": "tool_calls", "functions": [{"name": "f"}], "parallel": True},
+        {"type": "tool_calls", "functions": [{"name": "f"}], "parallel": 1},
+    ],
     "unknown": [None, 1, [], {}],
 }  # fmt: skip
 SAMPLING_EDGES: dict[str, list[Any]] = {
@@ -55,8 +77,18 @@ SAMPLING_EDGES: dict[str, list[Any]] = {
     "max_tokens": [0, 1, -1, 1_048_576, 1_048_577, None, True, "1", 1.5],
     "ignore_eos": [True, False, None, 0],
     "speculation": [True, False, None, 1],
+    "min_p": [0, 1, 0.5, -0.1, 1.1, None, True, "1"],
+    "frequency_penalty": [0, -2, 2, 2.5, -2.5, None, True, "1"],
+    "presence_penalty": [0, -2, 2, 2.5, -2.5, None, True, "1"],
+    "repetition_penalty": [1, 0.01, 100, 0, 0.009, 100.5, None, True, "1"],
+    "logit_bias": [
+        None, {}, {"0": 1}, {"999999999": -100}, {"1": 100.5}, {"1": -101}, {"1": True}, {"1": "2"},
+        {"1": None}, {"01": 1}, {"9999999999": 1}, {"x": 1}, {"-1": 1}, [], [1], 1, "x",
+        {str(i): 1 for i in range(300)}, {str(i): 1 for i in range(301)},
+    ],
+    "logprobs": [None, 0, 20, 21, -1, True, "1", 0.5],
     "unknown": [None, 1],
-}
+}  # fmt: skip
 
 
 def is_taken(raw: dict[str, Any]) -> bool:
@@ -132,7 +164,8 @@ def test_no_field_is_left_out_or_made_up(kind: str, message_class: type[Any]) ->
     if kind == "request.v1":
         defaults = SamplingParams()
         for name, schema in properties["sampling"]["properties"].items():
-            assert schema["default"] == getattr(defaults, name), name
+            default = getattr(defaults, name)
+            assert schema["default"] == (dict(default) if name == "logit_bias" else default), name
         assert len(properties["sampling"]["properties"]) == len(fields(SamplingParams))
 
 
