@@ -17,6 +17,7 @@ from shared.errors import PermanentError, RequestError, StoreDamaged
 from shared.logprobs import MAX_TOP_LOGPROBS
 from shared.messages import MAX_SEED, ChatMessage, FinishReason, Reply, Request, SamplingParams
 from shared.text.logprobs import chat_logprobs, shown_tokens, text_logprobs
+from shared.text.response_format import FormatError, ResponseFormat, read_response_format
 from shared.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -35,7 +36,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "stop": ([], ""),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -45,7 +45,7 @@ _PLAIN = ("top_k", "top_p", "seed", "ignore_eos", "min_p", "frequency_penalty", 
 _COMMON = frozenset({"model", "max_tokens", "temperature", "logprobs", *_PLAIN})
 MAX_TEXT_LOGPROBS = 5  # as OpenAI's
 _OWN = {
-    CHAT_URL: frozenset({"messages", "max_completion_tokens", "top_logprobs"}),
+    CHAT_URL: frozenset({"messages", "max_completion_tokens", "top_logprobs", "response_format"}),
     COMPLETIONS_URL: frozenset({"prompt"}),
 }
 
@@ -88,6 +88,7 @@ def request_of(
     for name, value in values.items():  # one at a time, so that an error names its field
         sampling = _checked(name, partial(_with, sampling, name, value))
     sampling = replace(sampling, logprobs=_num_logprobs(url, given))
+    response_format = _response_format(given.get("response_format"))
     return _checked(
         "messages" if url == CHAT_URL else "prompt",
         lambda: Request(
@@ -97,6 +98,7 @@ def request_of(
             token_ids=token_ids,
             model=model,
             sampling=sampling,
+            response_format=response_format,
         ),
     )
 
@@ -192,6 +194,16 @@ def _with(sampling: SamplingParams, name: str, value: Any) -> SamplingParams:
         case _:
             read = as_int(name, value)
     return replace(sampling, **{name: read})
+
+
+def _response_format(value: Any) -> ResponseFormat | None:
+    try:
+        wanted = None if value is None else read_response_format(value)
+    except FormatError as error:
+        raise BodyError(str(error), param=error.path) from error
+    if wanted is not None and wanted.functions:
+        raise BodyError("response_format.type tool_calls is not known", param="response_format.type")
+    return wanted
 
 
 def _num_logprobs(url: str, given: Mapping[str, Any]) -> int | None:

@@ -17,6 +17,7 @@ from shared.text.constraint import GrammarError, check_grammar
 from shared.text.prompt import check_token_ids, conversation_token_ids, text_token_ids
 
 DEFAULT_TEXT_TOKENS = 16  # as OpenAI's
+MAX_LOGPROBS = 400_000  # of one answer: 30 MB of JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,21 @@ def read_ask(body: Generation, backend: Backend) -> Ask:
         case _:
             raise TypeError(f"no completion: {type(body).__name__}")
     n = body.n or 1
+    num_top = num_logprobs(body)
     samplings = tuple(
         _sampling(body, _max_tokens(tokens, asked, name, backend), choice)
         for tokens in prompts
         for choice in range(n)
     )
+    num_tokens = sum(sampling.max_tokens for sampling in samplings)
+    if num_top is not None and num_tokens * (1 + num_top) > MAX_LOGPROBS:
+        raise ApiError(
+            400,
+            f"the answer may have {num_tokens} tokens, and at {1 + num_top} log probabilities for "
+            f"each that is over {MAX_LOGPROBS}; ask for fewer {name}",
+            param="logprobs",
+            code="invalid_value",
+        )
     return Ask(kind, prompts, samplings, n, form)
 
 

@@ -8,21 +8,32 @@ from typing import Any
 
 from services.gateway.answer import Answer, Piece, Usage
 from services.gateway.backend import Backend
-from services.gateway.choice import Choice
 from services.gateway.note import Note
-from shared.text.logprobs import ShownToken, chat_logprobs, text_logprobs
+from shared.text.logprobs import ShownToken, chat_entry, text_logprobs
 from shared.text.tool_calls import CallPart, joined_parts
 
 
-def whole_document(answer: Answer, pieces: list[Piece], backend: Backend) -> dict[str, Any]:
-    """The answer to a request that is no stream, from the pieces of all choices."""
+def whole_document(answer: Answer, whole: list[Piece], backend: Backend) -> str:
+    """The answer to a request that is no stream, as JSON; `whole` has all pieces of each choice.
+
+    Log probabilities are written token by token: as one document of objects they would take
+    hundreds of bytes for each number.
+    """
     assert answer.usage is not None, "every request has ended"
     choices = [
-        _choice(answer, choice, [p for p in pieces if p.index == choice.index], backend)
+        _joined(
+            {
+                **_content(answer, whole[choice.index]),
+                "finish_reason": choice.finish_reason,
+            },
+            "logprobs",
+            _logprobs(answer.note, whole[choice.index].tokens, backend),
+        )
         for choice in answer.choices
     ]
     kind = "chat.completion" if answer.note.kind == "chat" else "text_completion"
-    return {**_head(answer, kind, backend), "choices": choices, "usage": _usage(answer.usage)}
+    document = {**_head(answer, kind, backend), "usage": _usage(answer.usage)}
+    return _joined(document, "choices", f"[{','.join(choices)}]")
 
 
 class Chunks:
@@ -39,7 +50,7 @@ class Chunks:
         self._tail: dict[str, Any] = {"usage": None} if answer.note.include_usage else {}
 
     def opening(self, piece: Piece) -> str:
-        return self._chunk(piece, {"role": "assistant", "content": ""})
+        return self._chunk(piece, {"delta": {"role": "assistant", "content": ""}})
 
     def piece(self, piece: Piece) -> str:
         if self._is_chat:
@@ -48,21 +59,8 @@ class Chunks:
                 delta["tool_calls"] = [
                     self._call(piece.index, part) for part in joined_parts(piece.calls)
                 ]
-            return self._chunk(piece, delta)
-        return _dump(
-            {
-                **self._head,
-                "choices": [
-                    {
-                        "index": piece.index,
-                        "text": piece.text,
-                        "logprobs": self._logprobs(piece),
-                        "finish_reason": piece.finish_reason,
-                    }
-                ],
-                **self._tail,
-            }
-        )
+            return self._chunk(piece, {"delta": delta})
+        return self._chunk(piece, {"text": piece.text})
 
     def usage(self, usage: Usage) -> str:
         return _dump({**self._head, "choices": [], "usage": _usage(usage)})
@@ -72,18 +70,12 @@ class Chunks:
             return {"index": part.index, "function": {"arguments": part.arguments}}
         return {"index": part.index, **_tool_call(self._completion_id, choice, part)}
 
-    def _chunk(self, piece: Piece, delta: dict[str, Any]) -> str:
-        choice = {
-            "index": piece.index,
-            "delta": delta,
-            "logprobs": self._logprobs(piece),
-            "finish_reason": piece.finish_reason,
-        }
-        return _dump({**self._head, "choices": [choice], **self._tail})
-
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        """Those of the tokens that begin in the piece; none in one that only opens or ends."""
-        return _logprobs(self._note, piece.tokens, self._backend) if piece.tokens else None
+    def _chunk(self, piece: Piece, content: dict[str, Any]) -> str:
+        # Those of the tokens that begin in the piece; none in one that only opens or ends.
+        logprobs = _logprobs(self._note, piece.tokens, self._backend) if piece.tokens else "null"
+        choice = {"index": piece.index, **content, "finish_reason": piece.finish_reason}
+        choices = f"[{_joined(choice, 'logprobs', logprobs)}]"
+        return _joined({**self._head, **self._tail}, "choices", choices)
 
 
 def _head(answer: Answer, kind: str, backend: Backend) -> dict[str, Any]:
@@ -96,26 +88,17 @@ def _head(answer: Answer, kind: str, backend: Backend) -> dict[str, Any]:
     }
 
 
-def _choice(
-    answer: Answer, choice: Choice, pieces: list[Piece], backend: Backend
-) -> dict[str, Any]:
-    text = "".join(piece.text for piece in pieces)
-    tokens = [token for piece in pieces for token in piece.tokens]
-    document: dict[str, Any] = {"index": choice.index}
+def _content(answer: Answer, whole: Piece) -> dict[str, Any]:
     if answer.note.kind == "text":
-        document["text"] = text
-    else:
-        document["message"] = {"role": "assistant", "content": text, "refusal": None}
-        parts = joined_parts([part for piece in pieces for part in piece.calls])
-        if parts:
-            document["message"] |= {
-                "content": text or None,
-                "tool_calls": [
-                    _tool_call(answer.completion_id, choice.index, part) for part in parts
-                ],
-            }
-    document["logprobs"] = _logprobs(answer.note, tokens, backend)
-    return {**document, "finish_reason": choice.finish_reason}
+        return {"index": whole.index, "text": whole.text}
+    message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+    if whole.calls:
+        message["content"] = whole.text or None
+        message["tool_calls"] = [
+            _tool_call(answer.completion_id, whole.index, part)
+            for part in joined_parts(whole.calls)
+        ]
+    return {"index": whole.index, "message": message}
 
 
 def _tool_call(completion_id: str, choice: int, part: CallPart) -> dict[str, Any]:
@@ -129,12 +112,18 @@ def _tool_call(completion_id: str, choice: int, part: CallPart) -> dict[str, Any
     }
 
 
-def _logprobs(note: Note, tokens: list[ShownToken], backend: Backend) -> dict[str, Any] | None:
+def _logprobs(note: Note, tokens: list[ShownToken], backend: Backend) -> str:
     if note.logprobs is None:
-        return None
-    if note.kind == "chat":
-        return chat_logprobs(tokens, backend.tokenizer)
-    return text_logprobs(tokens, backend.tokenizer, num_top=note.logprobs)
+        return "null"
+    if note.kind == "text":
+        return _dump(text_logprobs(tokens, backend.tokenizer, num_top=note.logprobs))
+    entries = ",".join(_dump(chat_entry(token, backend.tokenizer)) for token in tokens)
+    return f'{{"content":[{entries}],"refusal":null}}'
+
+
+def _joined(document: dict[str, Any], name: str, value: str) -> str:
+    """A document as JSON, with one more field that is JSON already."""
+    return f'{_dump(document)[:-1]},"{name}":{value}}}'
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

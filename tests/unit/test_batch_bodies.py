@@ -64,6 +64,22 @@ def test_content_may_come_in_parts_of_text() -> None:
     assert request.messages == (ChatMessage("user", "ab"),)
 
 
+def test_a_chat_may_ask_for_json() -> None:
+    schema = {"type": "object", "required": ["a"]}
+
+    request = chat(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+
+    assert request.response_format is not None
+    assert request.response_format.schema == schema
+    for wrong, param in [
+        ({"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, "json_schema.schema.not"),
+        ({"type": "tool_calls", "functions": [{"name": "f"}]}, "type"),
+    ]:
+        with pytest.raises(BodyError) as raised:
+            chat(response_format=wrong)
+        assert raised.value.param == f"response_format.{param}"
+
+
 @pytest.mark.parametrize("prompt", [[1, 2], [[1, 2]]])
 def test_a_prompt_may_be_token_ids(prompt: Any) -> None:
     assert complete(prompt=prompt).token_ids == (1, 2)
@@ -85,7 +101,7 @@ def test_what_asks_for_nothing_is_passed_over() -> None:
         ("n", 2), ("stream", True), ("stop", "x"), ("stop", ["x"]), ("logprobs", 1),
         ("top_logprobs", 2), ("top_logprobs", 21), ("min_p", 2), ("presence_penalty", 3),
         ("repetition_penalty", 0),
-        ("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function"}]), ("response_format", "json_object"),
         ("frequency_penalty", 2.5), ("logit_bias", {"1": 101}), ("logit_bias", [1]),
         ("made_up", 1), ("prompt", "x"),
         ("temperature", -1), ("temperature", "warm"), ("temperature", True), ("top_p", 0),
