@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,8 @@ from shared.codec_fields import as_float, as_int, take_int, take_list, take_text
 from shared.errors import DecodeError
 from shared.logprobs import MAX_TOP_LOGPROBS, TokenLogprobs
 from shared.messages import MAX_TOKEN_ID, Token
+
+_MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
 def token_fields(token: Token) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def _read_logprobs(raw: Any) -> TokenLogprobs:
     top = take_list(raw, "top")
     if len(top) > MAX_TOP_LOGPROBS:
         raise DecodeError(f"top must be at most {MAX_TOP_LOGPROBS} tokens, got {len(top)}")
-    return TokenLogprobs(_number("logprob", raw.get("logprob")), tuple(map(_read_top, top)))
+    return TokenLogprobs.of(_number("logprob", raw.get("logprob")), tuple(map(_read_top, top)))
 
 
 def _read_top(pair: Any) -> tuple[int, float]:
@@ -70,6 +71,6 @@ def _read_top(pair: Any) -> tuple[int, float]:
 
 def _number(name: str, value: Any) -> float:
     number = as_float(name, value)
-    if not math.isfinite(number):
-        raise DecodeError(f"{name} must be finite, got {number!r}")
+    if not abs(number) <= _MAX_FLOAT32:  # NaN is neither
+        raise DecodeError(f"{name} must be a finite number of binary32, got {number!r}")
     return number

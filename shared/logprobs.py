@@ -1,8 +1,9 @@
-"""Log probabilities of one token and of the likeliest ones, and their bytes. Knows no logits."""
+"""Log probabilities of one token and of the likeliest ones, as bytes. Knows no logits."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_TOP_LOGPROBS = 20
@@ -11,21 +12,29 @@ _HEAD, _TOP = struct.Struct("<f"), struct.Struct("<if")
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms, binary32: of a token that was drawn, and of the likeliest (token id,
-    log probability) in its place, the likeliest first."""
+    """Natural logarithms in binary32, little-endian: that of a token that was drawn, then (int32
+    token id, its log probability) of the likeliest ones in its place, the likeliest first.
 
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    Held as the store holds them: as objects they take ten times the memory, and most are only
+    passed on. Raises `ValueError` for bytes of another length.
+    """
 
-    def pack(self) -> bytes:
-        """4 bytes, and 8 for each of the likeliest."""
-        return _HEAD.pack(self.logprob) + b"".join(_TOP.pack(*pair) for pair in self.top)
+    packed: bytes
+
+    def __post_init__(self) -> None:
+        num_top, rest = divmod(len(self.packed) - _HEAD.size, _TOP.size)
+        if rest or not 0 <= num_top <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"{len(self.packed)} bytes are no log probabilities")
 
     @classmethod
-    def unpack(cls, packed: bytes) -> TokenLogprobs:
-        """What `pack` made. Raises `ValueError` for anything else."""
-        num_top, rest = divmod(len(packed) - _HEAD.size, _TOP.size)
-        if rest or not 0 <= num_top <= MAX_TOP_LOGPROBS:
-            raise ValueError(f"{len(packed)} bytes are no log probabilities")
-        logprob: float = _HEAD.unpack_from(packed)[0]
-        return cls(logprob, tuple(_TOP.iter_unpack(packed[_HEAD.size :])))
+    def of(cls, logprob: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogprobs:
+        return cls(_HEAD.pack(logprob) + b"".join(_TOP.pack(*pair) for pair in top))
+
+    @property
+    def logprob(self) -> float:
+        found: float = _HEAD.unpack_from(self.packed)[0]
+        return found
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        return tuple(_TOP.iter_unpack(self.packed[_HEAD.size :]))

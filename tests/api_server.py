@@ -146,3 +146,14 @@ def texts_of(events: list[ServerEvent], num_choices: int = 1) -> list[str]:
             delta = choice.get("delta", {}).get("content", "")
             texts[choice["index"]] += choice.get("text", delta)
     return texts
+
+
+def entries_of(events: list[ServerEvent], index: int = 0) -> list[Any]:
+    """The log probabilities in the stream of a chat, of one choice."""
+    return [
+        entry
+        for event in events
+        for choice in (event.document or {}).get("choices", ())
+        if choice["index"] == index and choice["logprobs"]
+        for entry in choice["logprobs"]["content"]
+    ]

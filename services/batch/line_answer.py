@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -143,7 +144,7 @@ class LineAnswer:
             failure = failure_of(self.kind, choice, choice.final)
             if failure is not None:
                 return error_line(self.line, failure)
-        body = whole_document(self, [part.piece for part in self.parts], self._model)
+        body = json.loads(whole_document(self, [p.piece for p in self.parts], self._model))
         return _line(self.line, response=(200, body))
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.answer import Answer
@@ -79,14 +79,22 @@ class WholeReply(AnswerReply):
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._answer
-        came: list[Piece] = []
+        whole = [Piece(choice.index) for choice in answer.choices]
         while not answer.has_ended or answer.usage is None:
             pieces = await answer.next(WAIT_S)
-            came += pieces
+            for piece in pieces:
+                mine = whole[piece.index]
+                mine.text += piece.text
+                mine.tokens += piece.tokens
+                mine.calls += piece.calls
             if not pieces:
                 await self._gateway.check(is_running=True)
-        document = whole_document(answer, came, self._gateway.backend)
-        await JSONResponse(document)(scope, receive, send)
+        backend = self._gateway.backend
+        if answer.note.logprobs is None:
+            document = whole_document(answer, whole, backend)
+        else:  # may take a second to write, in which others want their tokens
+            document = await self._gateway.text(lambda: whole_document(answer, whole, backend))
+        await Response(document, media_type="application/json")(scope, receive, send)
 
 
 class StreamReply(AnswerReply):

@@ -17,7 +17,7 @@ from shared.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
-MAX_LOGPROBS = 160_000  # of one reply: as JSON some 5 MiB of the 8 that a message may have
+MAX_LOGPROBS = 120_000  # of one reply: as JSON some 5 MiB of the 8 that a message may have
 
 
 def send_reply(broker: Broker, delivery: Delivery, reply: Reply, *, timeout_s: float) -> None:

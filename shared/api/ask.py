@@ -18,6 +18,7 @@ from shared.text.prompt import check_token_ids, conversation_token_ids, text_tok
 Kind = Literal["chat", "text"]
 
 DEFAULT_TEXT_TOKENS = 16  # as OpenAI's
+MAX_LOGPROBS = 400_000  # of one answer: 30 MB of JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,21 @@ def read_ask(body: Generation, model: ApiModel, *, chat_tokens: int | None = Non
         room = model.max_positions - max(map(len, prompts))
         asked = max(1, min(default, room))
     n = body.n or 1
+    num_top = num_logprobs(body)
     samplings = tuple(
         _sampling(body, _max_tokens(body, tokens, asked, name, model), choice)
         for tokens in prompts
         for choice in range(n)
     )
+    num_tokens = sum(sampling.max_tokens for sampling in samplings)
+    if num_top is not None and num_tokens * (1 + num_top) > MAX_LOGPROBS:
+        raise ApiError(
+            400,
+            f"the answer may have {num_tokens} tokens, and at {1 + num_top} log probabilities for "
+            f"each that is over {MAX_LOGPROBS}; ask for fewer {name}",
+            param="logprobs",
+            code="invalid_value",
+        )
     return Ask(kind, prompts, samplings, n, form)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from shared.api.ask import Kind
 from shared.api.choice import Choice, Piece, Usage
 from shared.api.model import ApiModel
-from shared.text.logprobs import ShownToken, chat_logprobs, text_logprobs
+from shared.text.logprobs import ShownToken, chat_entry, text_logprobs
 from shared.text.tool_calls import CallPart, joined_parts
 
 
@@ -37,21 +37,34 @@ class Answered(Protocol):
     def usage(self) -> Usage | None: ...
 
 
-def whole_document(answer: Answered, pieces: Sequence[Piece], model: ApiModel) -> dict[str, Any]:
-    """The answer to a request that is no stream, from the pieces of all choices."""
+def whole_document(answer: Answered, whole: Sequence[Piece], model: ApiModel) -> str:
+    """The answer to a request that is no stream, as JSON; `whole` has all pieces of each choice.
+
+    Log probabilities are written token by token: as one document of objects they would take
+    hundreds of bytes for each number.
+    """
     assert answer.usage is not None, "every request has ended"
     choices = [
-        _choice(answer, choice, [p for p in pieces if p.index == choice.index], model)
+        _joined(
+            {
+                **_content(answer, whole[choice.index]),
+                "finish_reason": choice.finish_reason,
+            },
+            "logprobs",
+            _logprobs(answer, whole[choice.index].tokens, model),
+        )
         for choice in answer.choices
     ]
     kind = "chat.completion" if answer.kind == "chat" else "text_completion"
-    return {**_head(answer, kind, model), "choices": choices, "usage": _usage(answer.usage)}
+    document = {**_head(answer, kind, model), "usage": _usage(answer.usage)}
+    return _joined(document, "choices", f"[{','.join(choices)}]")
 
 
 class Chunks:
     """The chunks of one stream as JSON texts."""
 
     def __init__(self, answer: Answered, model: ApiModel, *, include_usage: bool) -> None:
+        self._completion_id = answer.completion_id
         self._answer = answer
         self._model = model
         self._is_chat = answer.kind == "chat"
@@ -61,7 +74,7 @@ class Chunks:
         self._tail: dict[str, Any] = {"usage": None} if include_usage else {}
 
     def opening(self, piece: Piece) -> str:
-        return self._chunk(piece, {"role": "assistant", "content": ""})
+        return self._chunk(piece, {"delta": {"role": "assistant", "content": ""}})
 
     def piece(self, piece: Piece) -> str:
         if self._is_chat:
@@ -70,21 +83,8 @@ class Chunks:
                 delta["tool_calls"] = [
                     self._call(piece.index, part) for part in joined_parts(piece.calls)
                 ]
-            return self._chunk(piece, delta)
-        return _dump(
-            {
-                **self._head,
-                "choices": [
-                    {
-                        "index": piece.index,
-                        "text": piece.text,
-                        "logprobs": self._logprobs(piece),
-                        "finish_reason": piece.finish_reason,
-                    }
-                ],
-                **self._tail,
-            }
-        )
+            return self._chunk(piece, {"delta": delta})
+        return self._chunk(piece, {"text": piece.text})
 
     def usage(self, usage: Usage) -> str:
         return _dump({**self._head, "choices": [], "usage": _usage(usage)})
@@ -92,20 +92,14 @@ class Chunks:
     def _call(self, choice: int, part: CallPart) -> dict[str, Any]:
         if not part.name:
             return {"index": part.index, "function": {"arguments": part.arguments}}
-        return {"index": part.index, **_tool_call(self._answer.completion_id, choice, part)}
+        return {"index": part.index, **_tool_call(self._completion_id, choice, part)}
 
-    def _chunk(self, piece: Piece, delta: dict[str, Any]) -> str:
-        choice = {
-            "index": piece.index,
-            "delta": delta,
-            "logprobs": self._logprobs(piece),
-            "finish_reason": piece.finish_reason,
-        }
-        return _dump({**self._head, "choices": [choice], **self._tail})
-
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        """Those of the tokens that begin in the piece; none in one that only opens or ends."""
-        return _logprobs(self._answer, piece.tokens, self._model) if piece.tokens else None
+    def _chunk(self, piece: Piece, content: dict[str, Any]) -> str:
+        # Those of the tokens that begin in the piece; none in one that only opens or ends.
+        logprobs = _logprobs(self._answer, piece.tokens, self._model) if piece.tokens else "null"
+        choice = {"index": piece.index, **content, "finish_reason": piece.finish_reason}
+        choices = f"[{_joined(choice, 'logprobs', logprobs)}]"
+        return _joined({**self._head, **self._tail}, "choices", choices)
 
 
 def _head(answer: Answered, kind: str, model: ApiModel) -> dict[str, Any]:
@@ -118,26 +112,17 @@ def _head(answer: Answered, kind: str, model: ApiModel) -> dict[str, Any]:
     }
 
 
-def _choice(
-    answer: Answered, choice: Choice, pieces: list[Piece], model: ApiModel
-) -> dict[str, Any]:
-    text = "".join(piece.text for piece in pieces)
-    tokens = [token for piece in pieces for token in piece.tokens]
-    document: dict[str, Any] = {"index": choice.index}
+def _content(answer: Answered, whole: Piece) -> dict[str, Any]:
     if answer.kind == "text":
-        document["text"] = text
-    else:
-        document["message"] = {"role": "assistant", "content": text, "refusal": None}
-        parts = joined_parts([part for piece in pieces for part in piece.calls])
-        if parts:
-            document["message"] |= {
-                "content": text or None,
-                "tool_calls": [
-                    _tool_call(answer.completion_id, choice.index, part) for part in parts
-                ],
-            }
-    document["logprobs"] = _logprobs(answer, tokens, model)
-    return {**document, "finish_reason": choice.finish_reason}
+        return {"index": whole.index, "text": whole.text}
+    message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+    if whole.calls:
+        message["content"] = whole.text or None
+        message["tool_calls"] = [
+            _tool_call(answer.completion_id, whole.index, part)
+            for part in joined_parts(whole.calls)
+        ]
+    return {"index": whole.index, "message": message}
 
 
 def _tool_call(completion_id: str, choice: int, part: CallPart) -> dict[str, Any]:
@@ -151,12 +136,18 @@ def _tool_call(completion_id: str, choice: int, part: CallPart) -> dict[str, Any
     }
 
 
-def _logprobs(answer: Answered, tokens: list[ShownToken], model: ApiModel) -> dict[str, Any] | None:
+def _logprobs(answer: Answered, tokens: list[ShownToken], model: ApiModel) -> str:
     if answer.logprobs is None:
-        return None
-    if answer.kind == "chat":
-        return chat_logprobs(tokens, model.tokenizer)
-    return text_logprobs(tokens, model.tokenizer, num_top=answer.logprobs)
+        return "null"
+    if answer.kind == "text":
+        return _dump(text_logprobs(tokens, model.tokenizer, num_top=answer.logprobs))
+    entries = ",".join(_dump(chat_entry(token, model.tokenizer)) for token in tokens)
+    return f'{{"content":[{entries}],"refusal":null}}'
+
+
+def _joined(document: dict[str, Any], name: str, value: str) -> str:
+    """A document as JSON, with one more field that is JSON already."""
+    return f'{_dump(document)[:-1]},"{name}":{value}}}'
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

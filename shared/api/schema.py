@@ -106,7 +106,7 @@ class Message(Body):
 
 class ToolFunction(Body):
     name: Annotated[str, Field(max_length=64), Peers(True, True, True, "letters, digits, - and _")]
-    description: str | None = None
+    description: Annotated[str | None, _BOTH] = None
     parameters: Annotated[
         dict[str, Any] | None, Peers(True, True, True, "JSON schema; default: none")
     ] = None

@@ -33,7 +33,7 @@ def token_logprobs(logits: Float32, token_id: int, num_top: int) -> TokenLogprob
         return float(np.float32(float(logits[token]) - float(largest) - total))
 
     top = _largest(logits, num_top) if num_top else []
-    return TokenLogprobs(logprob(token_id), tuple((i, logprob(i)) for i in top))
+    return TokenLogprobs.of(logprob(token_id), tuple((i, logprob(i)) for i in top))
 
 
 def ln(x: float) -> float:

@@ -160,7 +160,7 @@ class Ledger:
                         self._finished_ttl_ms,
                         len(commit.token_ids),
                         *commit.token_ids,
-                        *(logprobs.pack() for logprobs in commit.logprobs),
+                        *(logprobs.packed for logprobs in commit.logprobs),
                     ),
                 )
                 for commit in commits

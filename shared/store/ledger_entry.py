@@ -88,7 +88,7 @@ class Entry:
     def _logprobs(self, position: int) -> TokenLogprobs | None:
         if not self.logprobs:
             return None
-        return TokenLogprobs.unpack(self.logprobs[position - self.num_prompt])
+        return TokenLogprobs(self.logprobs[position - self.num_prompt])
 
 
 def event_text(event_id: EventId) -> str:

@@ -80,7 +80,7 @@ def read_event(entry: Sequence[Any]) -> Event:
                 event_id,
                 int(event_id.partition("-")[0]),
                 int(fields["t"]),
-                None if packed is None else TokenLogprobs.unpack(packed),
+                None if packed is None else TokenLogprobs(packed),
             )
         return FinalEvent(
             event_id,

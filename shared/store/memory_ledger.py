@@ -123,7 +123,7 @@ class MemoryLedger:
             if position != committed + 1:
                 return Gap(committed)
             entry.generated += array("i", token_ids)
-            entry.logprobs += [each.pack() for each in logprobs]
+            entry.logprobs += [each.packed for each in logprobs]
             entry.first = position
             passed = entry.committed // RENEW_EVERY - committed // RENEW_EVERY
             if finish is not None:

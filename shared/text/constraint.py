@@ -25,7 +25,7 @@ from shared.text.token_bytes import TokenTable
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_GRAMMARS = 16
+MAX_GRAMMARS = 8
 MAX_CALLS = 16  # of one answer
 # Of the grammar that was made here: it means nothing to who sent the schema.
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
@@ -190,7 +190,7 @@ def _limits() -> LLParserLimits:
         initial_lexer_fuel=1_000_000,  # 20 ms
         step_lexer_fuel=200_000,  # 15 ms
         step_max_items=50_000,  # 3 ms
-        max_lexer_states=20_000,  # 20 MB
+        max_lexer_states=10_000,  # 8 MB
         max_grammar_size=50_000,
         verbose_errors=False,  # they would tell of what users wrote
     )

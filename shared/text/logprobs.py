@@ -40,14 +40,15 @@ def shown_tokens(
 
 def chat_logprobs(tokens: Sequence[ShownToken], tokenizer: Tokenizer) -> dict[str, Any]:
     """The `logprobs` of a choice of a chat completion."""
-    content = [
-        {
-            **_entry(token.token_id, token.logprobs.logprob, tokenizer),
-            "top_logprobs": [_entry(i, logprob, tokenizer) for i, logprob in token.logprobs.top],
-        }
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": [chat_entry(token, tokenizer) for token in tokens], "refusal": None}
+
+
+def chat_entry(token: ShownToken, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What they say of one token."""
+    return {
+        **_entry(token.token_id, token.logprobs.logprob, tokenizer),
+        "top_logprobs": [_entry(i, logprob, tokenizer) for i, logprob in token.logprobs.top],
+    }
 
 
 def text_logprobs(

@@ -71,8 +71,8 @@ def test_a_record_keeps_what_few_requests_ask_for(ledger: RequestLedger) -> None
 
 
 def test_log_probabilities_stay_with_their_tokens(ledger: RequestLedger) -> None:
-    first = TokenLogprobs(-0.5, ((11, -0.5), (2, -1.25)))
-    others = [TokenLogprobs(-3.0, ((5, -0.125), (6, -2.0))), TokenLogprobs(0.0, ((9, 0.0),))]
+    first = TokenLogprobs.of(-0.5, ((11, -0.5), (2, -1.25)))
+    others = [TokenLogprobs.of(-3.0, ((5, -0.125), (6, -2.0))), TokenLogprobs.of(0.0, ((9, 0.0),))]
     ledger.commit("req-1", 4, 3, [11], logprobs=[first])
     ledger.commit("req-1", 4, 4, [8, 9], FinishReason.STOP, others)
 

@@ -33,6 +33,12 @@ def tiny(tmp_path: Path) -> tuple[str, dict[str, str]]:
         ["--top-p", "0"],
         ["--seed", "-1"],
         ["--timeout", "0"],
+        ["--min-p", "1.1"],
+        ["--frequency-penalty", "3"],
+        ["--repetition-penalty", "0"],
+        ["--logit-bias", "40"],
+        ["--logit-bias", "40=101"],
+        ["--logprobs", "2"],
         ["--raw", "--system", "be brief"],
     ],
 )
@@ -79,6 +85,20 @@ def test_a_sampled_answer_can_be_repeated_from_what_was_shown(
     again = json.loads(cellpipe(*common, "--seed", str(first["seed"]), settings=settings).stdout)
 
     assert again["token_ids"] == first["token_ids"]
+
+
+def test_a_bias_and_log_probabilities_are_options_too(tiny: tuple[str, dict[str, str]]) -> None:
+    path, settings = tiny
+
+    result = cellpipe(
+        "run", "--model", path, "--raw", "hello", "-n", "4", "--json", "--logprobs", "2",
+        "--logit-bias", "40=100", "--logit-bias", "41=-5", "--presence-penalty", "0.5",
+        settings=settings,
+    )  # fmt: skip
+
+    answer = json.loads(result.stdout)
+    assert answer["token_ids"] == [40] * 4
+    assert [len(entry["top_logprobs"]) for entry in answer["logprobs"]] == [2] * 4
 
 
 def test_a_full_disk_is_said_in_one_line(tiny: tuple[str, dict[str, str]]) -> None:

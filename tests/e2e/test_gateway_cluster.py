@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.api_server import ApiServer, ServerEvent, read_events, texts_of
+from tests.api_server import ApiServer, ServerEvent, entries_of, read_events, texts_of
 from tests.gguf_files import TinyModel, write_gguf
 from tests.processes import ProcessCluster
 
@@ -26,6 +26,13 @@ BODY: dict[str, Any] = {
     "seed": 5,
     "max_tokens": 300,
     "ignore_eos": True,
+}
+SHAPED = {
+    "frequency_penalty": 0.3,
+    "presence_penalty": -0.2,
+    "logit_bias": {"40": 2, "77": -100},
+    "logprobs": True,
+    "top_logprobs": 2,
 }
 NUM_STREAMS = 200
 
@@ -64,13 +71,16 @@ def test_openais_client_and_a_stream_over_killed_gateways_and_workers(
             messages=[{"role": "user", "content": "hello"}],
             seed=5,
             max_tokens=300,
-            extra_body={"ignore_eos": True},
+            extra_body={"ignore_eos": True, "repetition_penalty": 1.1, "min_p": 0.001, **SHAPED},
         )
         expected = whole.choices[0].message.content
+        assert whole.choices[0].logprobs is not None
+        logprobs = [entry.model_dump() for entry in whole.choices[0].logprobs.content or ()]
         assert whole.usage is not None
         assert whole.usage.completion_tokens == 300
 
-        body = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
+        body = {**BODY, **SHAPED, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {"repetition_penalty": 1.1, "min_p": 0.001}
         events: list[ServerEvent] = []
         for number in range(1, 4):  # a gateway dies; then also a worker
             headers = {"last-event-id": events[-1].event_id} if events else {}
@@ -85,6 +95,8 @@ def test_openais_client_and_a_stream_over_killed_gateways_and_workers(
         events += read_events(server.stream(CHAT, body, headers).read())
 
         assert texts_of(events) == [expected]
+        assert entries_of(events) == logprobs
+        assert len(logprobs) > 200
         assert events[-1].document is None
         usage = next(
             e.document["usage"] for e in events if e.document and not e.document["choices"]

@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionTokenLogprob
 
-from tests.api_server import ApiServer, ServerEvent, read_events, texts_of
+from tests.api_server import ApiServer, entries_of, read_events, texts_of
 from tests.gguf_files import TinyModel, write_gguf
 from tests.spelling_model import END, byte_token, write_speller
 
@@ -49,17 +49,6 @@ def _serve(folder: Path, model: Path, *options: str) -> ApiServer:
 
 def bytes_of(tokens: list[ChatCompletionTokenLogprob]) -> bytes:
     return b"".join(bytes(token.bytes or ()) for token in tokens)
-
-
-def entries_of(events: list[ServerEvent], index: int = 0) -> list[Any]:
-    """The log probabilities in a stream, of one choice."""
-    return [
-        entry
-        for event in events
-        for choice in (event.document or {}).get("choices", ())
-        if choice["index"] == index and choice["logprobs"]
-        for entry in choice["logprobs"]["content"]
-    ]
 
 
 def test_a_chat_has_the_log_probabilities_of_what_it_says(speller: ApiServer) -> None:
@@ -245,13 +234,18 @@ def test_min_p_of_one_is_greedy(babbler: ApiServer) -> None:
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}, "got 21"),
         ("top_logprobs", {"top_logprobs": 2}, "logprobs: true"),
         ("logprobs", {"logprobs": 2}, "logprobs"),
+        (
+            "logprobs",
+            {"logprobs": True, "top_logprobs": 20, "n": 32, "max_tokens": 600},
+            "may have 19200 tokens",
+        ),
     ],
 )
 def test_what_is_out_of_range_is_named(
-    speller: ApiServer, param: str, params: dict[str, Any], words: str
+    babbler: ApiServer, param: str, params: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=words) as refused:
-        speller.client().chat.completions.create(model="speller", messages=HELLO, extra_body=params)
+        babbler.client().chat.completions.create(model="babbler", messages=HELLO, extra_body=params)
 
     assert (refused.value.param, refused.value.code) == (param, "invalid_value")
 

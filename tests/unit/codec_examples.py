@@ -84,7 +84,7 @@ REQUEST = Request(
     sampling=SamplingParams(0.7, 5, 0.9, 11, 64, False),
     deadline_unix_ms=1_790_000_000_000,
 )
-LOGPROBS = TokenLogprobs(-1.5, ((7, -0.25), (258, -1.5)))
+LOGPROBS = TokenLogprobs.of(-1.5, ((7, -0.25), (258, -1.5)))
 REPLY = Reply("req-1", FinishReason.LENGTH, "about 12 cm", (5, 6, 7), 12)
 EXAMPLES: dict[str, Message] = {
     "step.v1": STEP,
@@ -127,12 +127,16 @@ EXAMPLES: dict[str, Message] = {
     "request.v1.logprobs": Request("req-9", prompt="Hello", sampling=SamplingParams(logprobs=20)),
     "token.v1": Token("req-6", 3, 258, " wörld"),
     "token.v1.logprobs": Token(
-        "req-9", 3, 258, "x", TokenLogprobs(-1.5, ((7, -0.25), (258, -1.5)))
+        "req-9", 3, 258, "x", TokenLogprobs.of(-1.5, ((7, -0.25), (258, -1.5)))
     ),
     "reply.v1": REPLY,
     "reply.v1.logprobs": replace(
         REPLY,
-        logprobs=(TokenLogprobs(-0.5), TokenLogprobs(-2.0, ((7, -0.25),)), TokenLogprobs(0.0)),
+        logprobs=(
+            TokenLogprobs.of(-0.5),
+            TokenLogprobs.of(-2.0, ((7, -0.25),)),
+            TokenLogprobs.of(0.0),
+        ),
     ),
     "reply.v1.cached": replace(REPLY, num_cached_tokens=16, num_prompt_tokens=20),
     "reply.v1.error": Reply("req-4", FinishReason.ERROR, "", (), 3, "deadline passed"),

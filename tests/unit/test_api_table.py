@@ -20,10 +20,17 @@ from pydantic.fields import FieldInfo
 from services.gateway.openapi import BODIES
 from services.gateway.table import page_with_tables, tables
 from shared.api.fields import Peers
-from shared.api.schema import Body, ChatCompletion, Message, StreamOptions, TextCompletion
+from shared.api.schema import (
+    Body,
+    ChatCompletion,
+    Message,
+    StreamOptions,
+    TextCompletion,
+    ToolFunction,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-EVERY_BODY = [*BODIES.values(), Message, StreamOptions]
+EVERY_BODY = [*BODIES.values(), Message, StreamOptions, ToolFunction]
 
 
 def test_the_page_about_the_api_is_that_of_the_schema() -> None:

@@ -97,7 +97,8 @@ def test_a_bias_that_is_no_map_of_token_ids_is_refused(bias: Any) -> None:
     "logprobs",
     [
         1, [], {}, {"logprob": -1}, {"top": []}, {"logprob": "1", "top": []},
-        {"logprob": math.nan, "top": []}, {"logprob": -1.0, "top": [1]},
+        {"logprob": math.nan, "top": []}, {"logprob": -1e300, "top": []},
+        {"logprob": -1.0, "top": [1]},
         {"logprob": -1.0, "top": [[1]]}, {"logprob": -1.0, "top": [[-1, 0.5]]},
         {"logprob": -1.0, "top": [[1, math.inf]]}, {"logprob": -1.0, "top": [[1, -1.0]] * 21},
     ],

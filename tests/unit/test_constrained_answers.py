@@ -12,9 +12,10 @@ import jsonschema
 import pytest
 
 from services.scheduler.admission import first_step
+from services.worker.limits import MIN_KV_CACHE_BYTES
 from services.worker.shaping import processors_of
 from shared import codec
-from shared.errors import StoreUnavailable
+from shared.errors import RequestError, StoreUnavailable
 from shared.messages import FinishReason, Request, SamplingParams, Step
 from shared.text.response_format import (
     ResponseFormat,
@@ -221,6 +222,29 @@ def test_a_form_that_cannot_be_kept_ends_its_request_alone() -> None:
     assert end.finish_reason is FinishReason.ERROR
     assert "the format" in end.error
     assert not rig.record("bad").num_generated > 1
+
+
+def test_what_grammars_need_is_taken_from_the_rows() -> None:
+    rig = Rig(1)
+    prompt, params = ASKED["greedy"]
+    plan = rig.admit("r", prompt, params)
+    row_bytes = rig.layer_group(0).new_cache().row_bytes
+    limits = replace(rig.limits, kv_cache_bytes=MIN_KV_CACHE_BYTES + 64 * row_bytes)
+    worker = rig.add_worker(0, limits=limits)
+    rig.add_scheduler()
+    for number in range(3):
+        rig.start(f"r{number}", prompt, params)
+    rig.turn()
+
+    worker.reserve(64 * row_bytes)
+
+    assert worker.kv_cache_bytes == MIN_KV_CACHE_BYTES
+    with pytest.raises(RequestError, match="to spare") as refused:
+        worker.reserve(1)
+    assert "--memory" in refused.value.remedy
+    rig.publish_step(first_step(plan, rig.layout, epoch=0))
+    rig.run_until_quiet()
+    assert len(rig.final_events("r")) == 1
 
 
 def test_what_can_have_no_form_is_refused_at_the_door() -> None:
