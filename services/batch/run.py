@@ -64,6 +64,7 @@ class BatchRun:
     sleep: Callable[[float], None] = time.sleep
     _todo: deque[Entry] = field(init=False)
     _pending: list[LineAnswer] = field(init=False, default_factory=list)
+    _large: Line | None = field(init=False, default=None)  # waits for room
 
     def __post_init__(self) -> None:
         entries = list(self.entries)
@@ -118,10 +119,11 @@ class BatchRun:
             return False
         lines: list[Line] = []
         for entry in self._todo:
-            line = self.read(entry)
+            line = self._read(entry)
             room -= len(line.requests)
             # One of many requests waits until it fits, or is alone.
             if room < 0 and (lines or self._pending):
+                self._large = line
                 break
             lines.append(line)
             if room <= 0 or len(lines) == self.limits.concurrency:
@@ -143,6 +145,12 @@ class BatchRun:
                 self._pending.append(LineAnswer(line, self.model, known))
             self._todo.popleft()
         return bool(lines)
+
+    def _read(self, entry: Entry) -> Line:
+        """What a line asks for; of one that waits for room, not at every turn again."""
+        if self._large is not None and self._large.entry is entry:
+            return self._large
+        return self.read(entry)
 
     def _hand_over(self, request: Request) -> bool:
         """False when the cluster takes no more for now. Raises `RequestError` for its size."""

@@ -145,9 +145,9 @@ def plan_batch(
     Of those at most `max_prefill_rows` are of prompts, or half as many again where a slice would
     leave a rest that is not worth a turn.
 
-    At most `max_batch_steps` of them are of batches, those that wait longest; the first of these
-    has its turn before all others, and its first row, so that a step of a batch waits for as many
-    turns as there are of them before it, divided by that number. None is no bound.
+    At most `max_batch_steps` of them are of batches, those that wait longest; None is no bound. The
+    first of these goes beside the first of the others, before it where it came before it: neither
+    kind keeps the other waiting.
 
     The positions that its sequences hold by its end are at most `max_positions` of the group, or
     those of the first alone. None is no bound.
@@ -199,7 +199,7 @@ def plan_batch(
 
 
 def _in_order(candidates: Sequence[Pending], max_batch_steps: int | None) -> list[Pending]:
-    """Decode steps before prefill; where those of batches are bounded, one of them and then others.
+    """Decode steps before prefill; where those of batches are bounded, one of each kind goes first.
 
     sorted is stable: arrival order holds within each kind.
     """
@@ -209,7 +209,10 @@ def _in_order(candidates: Sequence[Pending], max_batch_steps: int | None) -> lis
     others = [item for item in candidates if not item.step.is_batch]
     rest = sorted(others, key=lambda item: item.is_prefill)
     rest += sorted(of_batches[1:], key=lambda item: item.is_prefill)
-    return of_batches[:1] + rest
+    first = [*of_batches[:1], *rest[:1]]
+    if others:
+        first.sort(key=candidates.index)
+    return [*first, *rest[1:]] if of_batches else rest
 
 
 def _first_of_each_request(items: Iterable[Pending]) -> Iterable[Pending]:

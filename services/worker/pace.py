@@ -22,8 +22,8 @@ DECODE_TURNS = 2.5
 TILE_ROWS = 8  # with 8 decode steps a batch fills tiles of 16
 MIN_ROWS = 16
 # One stream beside 32 requests of a batch, 2 groups on 2 busy cores, medians of rounds: the time
-# between two of its tokens was 5.6 times that alone; at 8 it is 2.6 times, at 4 2.4, at 2 2.0, and
-# the batch has 340, 125 and 75 tokens/s beside it of 300 without.
+# between two of its tokens was 5.6 times that alone, and the batch had 145 tokens/s. At 8 it is 2.6
+# times and 340, at 4 2.4 and 115, at 2 2.0 and 75.
 BATCH_STEPS = 2
 WEIGHT = 0.2  # of the newest turn in the means
 LATELY_S = 0.5  # a stream that had a turn since then is on its way round the other groups

@@ -43,8 +43,7 @@ def cluster(amqp_url: str, fresh_redis_url: str, tmp_path: Path) -> Iterator[Pro
     model = write_gguf(tmp_path / "babbler.gguf", TinyModel(context=2048))
     with ProcessCluster(amqp_url, fresh_redis_url, tmp_path) as cluster:
         cluster.settings["CELLPIPE_CACHE_DIR"] = str(tmp_path / "cache")
-        loaded = cluster.run("load", str(model), "--groups", "2")
-        assert loaded.returncode == 0, loaded.stderr
+        cluster.load(model, groups=2)
         for group in (0, 0, 1, 1):
             cluster.start("worker", "--group", str(group))
         cluster.start("scheduler")
@@ -132,6 +131,26 @@ def test_a_cluster_without_a_scheduler_is_not_ready_and_refuses_after_a_while(
     assert isinstance(refused.value, openai.InternalServerError)
     assert refused.value.status_code == 503
     assert int(refused.value.response.headers["retry-after"]) > 0
+
+
+def test_what_the_cluster_refuses_is_a_400_that_names_the_field(
+    cluster: ProcessCluster, tmp_path: Path
+) -> None:
+    generous = cluster.processes[-1]
+    cluster.start("scheduler", "--kv-budget", "16KiB")
+    generous.terminate()
+    generous.wait(timeout=30)
+    with ApiServer("gateway", settings=cluster.settings, log=tmp_path / "gateway.txt") as server:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as refused:
+                server.client().chat.completions.create(
+                    model="babbler",
+                    messages=[{"role": "user", "content": "hello"}],
+                    max_tokens=300,
+                    stream=stream,
+                )
+            assert (refused.value.param, refused.value.code) == ("max_tokens", "kv_memory_exceeded")
+            assert "--kv-budget" in refused.value.message
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ for await (const chunk of await client.chat.completions.create({ ...ask, ...opti
   text += chunk.choices[0]?.delta?.content ?? "";
   usage = chunk.usage ?? usage;
 }
-const refused = await client.chat.completions.create({ ...ask, logprobs: true }).catch((e) => e);
+const refused = await client.chat.completions.create({ ...ask, web_search_options: {} }).catch((e) => e);
 console.log(JSON.stringify({
   whole: whole.choices[0].message.content, text, usage: usage.completion_tokens,
   status: refused.status, param: refused.param,
@@ -65,5 +65,5 @@ def test_openais_client_for_node_works(tmp_path: Path) -> None:
         "text": "hi 中!",
         "usage": len("hi 中!".encode()) + 1,
         "status": 400,
-        "param": "logprobs",
+        "param": "web_search_options",
     }

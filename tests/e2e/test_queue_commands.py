@@ -38,9 +38,10 @@ def test_what_was_enqueued_is_answered_later(cluster: ProcessCluster, tmp_path: 
     question.write_text("hello world")
     common = ["--raw", "-n", "6", "--seed", "1"]
 
+    unknown = cluster.run("result", "r-unknown")
+    # A request waits 15 s for a first worker: on a busy machine two commands may take as long.
     enqueued = cluster.run("enqueue", "hello world", *common)
     too_early = cluster.run("result", enqueued.stdout.strip())
-    unknown = cluster.run("result", "r-unknown")
     cluster.start("worker")
     followed = cluster.run("result", enqueued.stdout.strip(), "--follow")
     again = json.loads(cluster.run("result", enqueued.stdout.strip(), "--json").stdout)

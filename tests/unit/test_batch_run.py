@@ -278,6 +278,22 @@ def test_no_more_than_the_bound_is_under_way(tmp_path: Path) -> None:
     assert batch.rig.num_messages(BATCH_QUEUE) == 5
 
 
+def test_a_line_of_many_requests_waits_until_they_fit(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [chat_line("a"), chat_line("three", n=3), chat_line("b")])
+
+    def no_more_than_the_bound() -> bool:
+        known = batch.rig.ledger.states(batch.submitted)
+        assert sum(state.finish_reason is None for state in known.values()) <= 3
+        return False
+
+    batch.run(concurrency=3, until=no_more_than_the_bound)
+
+    assert [len(texts_of(batch.by_id()[name])) for name in ("a", "three", "b")] == [1, 3, 1]
+    batch.output.unlink()
+    batch.run(concurrency=2)
+    assert len(texts_of(batch.by_id()["three"])) == 3, "alone it may have more"
+
+
 def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
     batch = Batch(tmp_path, [chat_line(f"{n}") for n in range(6)])
     batch.rig.kill(batch.rig.actors[-1])
