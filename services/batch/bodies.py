@@ -202,7 +202,9 @@ def _response_format(value: Any) -> ResponseFormat | None:
     except FormatError as error:
         raise BodyError(str(error), param=error.path) from error
     if wanted is not None and wanted.functions:
-        raise BodyError("response_format.type tool_calls is not known", param="response_format.type")
+        raise BodyError(
+            "response_format.type tool_calls is not known", param="response_format.type"
+        )
     return wanted
 
 
