@@ -191,6 +191,13 @@ def is_inbox(queue: str) -> bool:
     return queue.startswith(f"cellpipe.{QUEUE_SCHEMA}.inbox.")
 
 
+def inbox_owner(queue: str) -> str:
+    """The worker that an inbox is for; "" for any other queue."""
+    if not is_inbox(queue):
+        return ""
+    return queue.removeprefix(inbox_queue("", 0)[: -len(".g0")]).rpartition(".g")[0]
+
+
 def inbox_spec(
     layout: Layout, worker_id: str, group: int, *, ttl_ms: int = INBOX_TTL_MS
 ) -> QueueSpec:

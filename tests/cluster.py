@@ -24,6 +24,7 @@ from shared.store.presence import Presence
 from shared.store.shards import ShardStore
 from shared.text.document import read_text_document
 from shared.topology import Wire, even_layout
+from tests.waiting import empty_step_queues
 
 
 class ThreadCluster:
@@ -66,6 +67,7 @@ class ThreadCluster:
             manifest.model_id, manifest.config["num_hidden_layers"], num_groups, wire=wire
         )
         load_model(packed, ShardStore(stores.weights), self.layout)
+        empty_step_queues(self._amqp_url, self.layout)
         for group in range(num_groups):
             for _ in range(workers_per_group):
                 self._start(self._worker(group))

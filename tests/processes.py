@@ -9,9 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from shared.store.connection import connect
+from shared.store.shards import ShardStore
+from tests.waiting import empty_step_queues
 
 REPO = Path(__file__).parent.parent
 CELLPIPE = [sys.executable, "-m", "services.cli"]
@@ -71,6 +76,14 @@ class ProcessCluster:
 
     def run(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         return cellpipe(*args, settings=self.settings, timeout_s=timeout_s)
+
+    def load(self, model: Path, *, groups: int) -> None:
+        """Put a model into Redis; its step queues are empty then, whoever used them before."""
+        loaded = self.run("load", str(model), "--groups", str(groups))
+        assert loaded.returncode == 0, loaded.stderr
+        with closing(connect(self.settings["CELLPIPE_REDIS_URL"])) as stores:
+            layout = ShardStore(stores.weights).active_layout("")
+        empty_step_queues(self.settings["CELLPIPE_AMQP_URL"], layout)
 
     def status(self) -> dict[str, Any]:
         """What `cellpipe status --json` prints."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import pika
 
 from shared.broker.base import Broker, Delivery
+from shared.broker.rabbitmq import RabbitmqBroker
+from shared.topology import Layout, group_queues
 
 WAIT_S = 20.0
 
@@ -34,3 +37,11 @@ def purge_queue(url: str, queue: str) -> None:
     """Empty a queue that exists."""
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
         connection.channel().queue_purge(queue)
+
+
+def empty_step_queues(url: str, layout: Layout) -> None:
+    """Models of tests are the same, and so are their queues: a step may be left of another test."""
+    with closing(RabbitmqBroker.connect(url)) as broker:
+        broker.declare(group_queues(layout))
+    for spec in group_queues(layout):
+        purge_queue(url, spec.name)

@@ -24,6 +24,7 @@ from shared.broker.base import Broker, Outgoing
 from shared.errors import PermanentError, StoreDamaged
 from shared.messages import FinishReason
 from shared.policy import End, Pace, Redrive, Running, Surroundings, Wait
+from shared.silence import Silence
 from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import LedgerRecord, RequestState
@@ -48,11 +49,13 @@ class Redriver:
         kv_pages: KvPages | None,
         prefixes: Prefixes,
         peers: Callable[[], Sequence[WorkerInfo]],
+        silence: Silence,
         limits: SchedulerLimits,
         rng: random.Random,
     ) -> None:
         self.num_redrives = 0
         self._peers = peers
+        self._silence = silence
         self._layout = layout
         self._broker = broker
         self._ledger = ledger
@@ -207,7 +210,7 @@ class Redriver:
         held.num_cached = min(held.num_cached, position)
         if self._kv_pages is not None:
             self._kv_pages.keep_shared(request_id, position)
-        held.sent_to = self._other_worker(held.sent_to)
+        held.sent_to = self._other_worker(held.sent_to, now_s=around.now_s)
         self._send(self._record(request_id), epoch, position, worker_id=held.sent_to)
         held.running = running.redriven(
             epoch=epoch, now_s=around.now_s, jitter=self._rng.uniform(0.75, 1.0)
@@ -235,7 +238,7 @@ class Redriver:
         held.running = replace(held.running, epoch=new)
         return new
 
-    def _other_worker(self, before: str) -> str:
+    def _other_worker(self, before: str, *, now_s: float) -> str:
         """A live worker of group 0, another than the last time; "" when none tells of itself.
 
         The group's queue would hand steps to one that is frozen until the broker misses it.
@@ -245,7 +248,9 @@ class Redriver:
             for peer in self._peers()
             if peer.state is WorkerState.SERVING and 0 in peer.groups
         ]
-        return self._rng.choice([i for i in able if i != before] or able or [""])
+        able = [i for i in able if i != before] or able
+        able = [i for i in able if not self._silence.is_silent(i, now_s=now_s)] or able
+        return self._rng.choice(able or [""])
 
     def _record(self, request_id: str) -> LedgerRecord:
         """Read after the epoch was advanced: nothing is committed in between any more."""

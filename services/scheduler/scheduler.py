@@ -47,6 +47,7 @@ from shared.errors import (
 )
 from shared.messages import FinishReason, Request
 from shared.policy import Surroundings
+from shared.silence import Silence
 from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import LedgerRecord
@@ -104,14 +105,22 @@ class Scheduler:
         )
         self._prefixes = Prefixes(prefix_pages, model.layout)
         self._coverage = CoverageWatch(coverage, every_s=limits.coverage_check_s)
-        self._capacity = CapacityWatch(peers, model, every_s=limits.coverage_check_s)
+        silence = Silence()
+
+        def read_peers() -> Sequence[WorkerInfo]:
+            infos = peers()
+            silence.note(infos, now_s=clock())
+            return infos
+
+        self._capacity = CapacityWatch(read_peers, model, every_s=limits.coverage_check_s)
         self._redriver = Redriver(
             layout=model.layout,
             broker=broker,
             ledger=ledger,
             kv_pages=kv_pages,
             prefixes=self._prefixes,
-            peers=peers,
+            peers=read_peers,
+            silence=silence,
             limits=limits,
             rng=rng or random.Random(),
         )

@@ -13,7 +13,7 @@ from shared.broker.base import Broker, Delivery
 from shared.dead_letters import DeadLetter
 from shared.errors import PermanentError, TransientError
 from shared.messages import Step
-from shared.topology import group_queue, is_inbox
+from shared.topology import group_queue, inbox_owner, is_inbox
 
 log = structlog.get_logger()
 
@@ -25,6 +25,7 @@ class Inbox:
     that is no step at all, is dead-lettered at the door. `is_repeat` says whether this process
     saw the broker confirm the step's output: then it is acked at the door. `is_redriven` says
     whether it is the first of an epoch that is not the first one: what came before may have died.
+    `doubt` hears of each worker that left a step lying until it came here.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Inbox:
         problem: Callable[[Step], str],
         is_repeat: Callable[[Step], bool],
         is_redriven: Callable[[Step], bool],
+        doubt: Callable[[str], None],
         max_pending: int,
         worker_id: str = "",
         confirm_timeout_s: float = 10.0,
@@ -42,6 +44,7 @@ class Inbox:
         self._problem = problem
         self._is_repeat = is_repeat
         self._is_redriven = is_redriven
+        self._doubt = doubt
         self._max_pending = max_pending
         self._worker_id = worker_id
         self._confirm_timeout_s = confirm_timeout_s
@@ -118,6 +121,9 @@ class Inbox:
         elif self._is_repeat(step):
             self._broker.ack(delivery)
         else:
+            left_by = inbox_owner(delivery.handed_over_from)
+            if left_by and left_by != self._worker_id:
+                self._doubt(left_by)
             came_before = delivery.redelivered or bool(delivery.handed_over_from)
             is_suspect = came_before or self._is_redriven(step)
             item = Pending(delivery, step, is_suspect=is_suspect)

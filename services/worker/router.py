@@ -21,7 +21,10 @@ DEFAULT_TURN_US = 5_000  # of a worker that has not had a turn yet
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A live worker as the router sees it. `num_assigned` steps went there since the heartbeat."""
+    """A worker of presence as the router sees it: `num_assigned` steps went there since it told.
+
+    One that `is_silent` may be dead: presence shows it for some seconds more.
+    """
 
     worker_id: str
     groups: tuple[int, ...]
@@ -30,9 +33,10 @@ class Peer:
     num_active: int = 0
     turn_us: int = 0
     num_assigned: int = 0
+    is_silent: bool = False
 
     @classmethod
-    def of(cls, info: WorkerInfo) -> Peer:
+    def of(cls, info: WorkerInfo, *, is_silent: bool = False) -> Peer:
         return cls(
             info.worker_id,
             info.groups,
@@ -40,6 +44,7 @@ class Peer:
             info.num_pending,
             info.num_active,
             info.turn_us,
+            is_silent=is_silent,
         )
 
     def can_take(self, group: int) -> bool:
@@ -73,17 +78,20 @@ def choose_worker(
     """The worker for a step of `group`; "" when none is known, and any of the group may take it.
 
     `routed` is the worker that had this request before, or "". `shunned` had it when it came to a
-    stop: it may be frozen, and is taken only if nobody else is there. `is_bound` keeps to `routed`
-    while it is there, however loaded.
+    stop: it may be frozen, and is taken only if nobody else is there, as those are that are silent.
+    `is_bound` keeps to `routed` while it is there, however loaded.
     """
     able = [peer for peer in peers if peer.can_take(group)]
     able = [peer for peer in able if peer.worker_id != shunned] or able
+    if is_bound and any(peer.worker_id == routed for peer in able):
+        return routed
+    able = [peer for peer in able if not peer.is_silent] or able
     if not able:
         return ""
     usual = next((peer for peer in able if peer.worker_id == routed), None)
     if usual is not None:
         soonest_us = min(peer.wait_us for peer in able)
-        if is_bound or usual.wait_us <= max(OVERLOAD_MIN_US, OVERLOAD_RATIO * soonest_us):
+        if usual.wait_us <= max(OVERLOAD_MIN_US, OVERLOAD_RATIO * soonest_us):
             return usual.worker_id
     return min(able, key=lambda peer: (peer.load_us, peer.worker_id)).worker_id
 

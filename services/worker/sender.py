@@ -1,12 +1,14 @@
 """Publishes the steps that follow, each to the worker it is meant for. Knows no kernel.
 
-Who lives and how loaded they are is read from presence about once a second. Without presence, in
+Who lives and how loaded they are is read from presence twice a second. Whoever tells nothing new,
+or left a step lying in its inbox, gets none while somebody else can take it. Without presence, in
 the embedded mode, every step goes to its group's queue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -16,12 +18,13 @@ from shared import codec
 from shared.broker.base import Broker, Confirm, Outgoing
 from shared.errors import StoreDamaged, StoreUnavailable
 from shared.messages import Step
+from shared.silence import Silence
 from shared.store.presence_types import WorkerInfo
 from shared.topology import Layout, group_queue, inbox_queue
 
 log = structlog.get_logger()
 
-REFRESH_S = 1.0
+REFRESH_S = 0.5
 
 
 class Sender:
@@ -42,6 +45,7 @@ class Sender:
         self._clock = clock
         self._stages = stages
         self._peers: dict[str, Peer] = {}
+        self._silence = Silence()
         self._refresh_at_s = 0.0
 
     def choose(self, group: int, routed: str, *, shunned: str = "", is_bound: bool = False) -> str:
@@ -57,6 +61,12 @@ class Sender:
         if chosen and chosen != routed:
             self._peers[chosen] = self._peers[chosen].assigned()
         return chosen
+
+    def doubt(self, worker_id: str) -> None:
+        """A step came here because that worker did not take it: it may be dead."""
+        self._silence.doubt(worker_id)
+        if worker_id in self._peers:
+            self._peers[worker_id] = replace(self._peers[worker_id], is_silent=True)
 
     def serve(self, route: Sequence[str], groups: Iterable[int]) -> bool:
         """Whether the workers on a route are there, and serve those groups."""
@@ -90,4 +100,10 @@ class Sender:
         except (StoreUnavailable, StoreDamaged) as error:
             log.warning("peers_not_read", reason=str(error))
             return  # with those known before; an inbox without its worker hands over by itself
-        self._peers = {info.worker_id: Peer.of(info) for info in infos}
+        self._silence.note(infos, now_s=now_s)
+        self._peers = {
+            info.worker_id: Peer.of(
+                info, is_silent=self._silence.is_silent(info.worker_id, now_s=now_s)
+            )
+            for info in infos
+        }

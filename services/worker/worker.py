@@ -125,11 +125,19 @@ class Worker:
             self._new_cache, kv_pages, max_bytes=limits.kv_cache_bytes, prefixes=prefixes
         )
         self._worker_id = membership.worker_id if membership else ""
+        sender = Sender(
+            broker,
+            layout,
+            read_peers=membership.read_peers if membership else None,
+            clock=clock,
+            stages=self.stages,
+        )
         self._inbox = Inbox(
             broker,
             problem=self._problem,
             is_repeat=self._is_repeat,
             is_redriven=self._is_redriven,
+            doubt=sender.doubt,
             max_pending=2 * limits.max_batch_sequences,
             worker_id=self._worker_id,
             confirm_timeout_s=limits.confirm_timeout_s,
@@ -166,13 +174,7 @@ class Worker:
         self._output = Output(
             layout=layout,
             layer_groups=self._layer_groups,
-            sender=Sender(
-                broker,
-                layout,
-                read_peers=membership.read_peers if membership else None,
-                clock=clock,
-                stages=self.stages,
-            ),
+            sender=sender,
             ledger=ledger,
             kv_pages=kv_pages,
             pool=self._pool,

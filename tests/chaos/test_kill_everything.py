@@ -160,8 +160,7 @@ def test_everything_is_killed_and_every_accepted_request_completes(
     with ExitStack() as stack:
         urls = servers.url("rabbitmq"), servers.url("redis")
         cluster = stack.enter_context(ProcessCluster(*urls, tmp_path))
-        loaded = cluster.run("load", str(tiny_gguf), "--groups", str(NUM_GROUPS))
-        assert loaded.returncode == 0, loaded.stderr
+        cluster.load(tiny_gguf, groups=NUM_GROUPS)
         stores = stack.enter_context(closing(connect(urls[1])))
         ledger = Ledger(stores.meta)
         layout = ShardStore(stores.weights).active_layout("")

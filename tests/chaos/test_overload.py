@@ -85,8 +85,7 @@ def crowd(own_servers: PrivateServers, tmp_path: Path) -> Iterator[Crowd]:
         ProcessCluster(amqp_url, redis_url, tmp_path) as cluster,
     ):
         cluster.settings["CELLPIPE_CACHE_DIR"] = str(tmp_path)
-        loaded = cluster.run("load", str(model), "--groups", "2")
-        assert loaded.returncode == 0, loaded.stderr
+        cluster.load(model, groups=2)
         for spec in control_queues():
             delete_queue(amqp_url, spec.name)
         broker.declare(control_queues())

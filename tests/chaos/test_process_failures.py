@@ -63,8 +63,7 @@ def cluster(amqp_url: str, fresh_redis_url: str, tmp_path: Path) -> Iterator[Pro
 
 
 def load_tiny(cluster: ProcessCluster, tiny_gguf: Path, groups: int = 2) -> None:
-    loaded = cluster.run("load", str(tiny_gguf), "--groups", str(groups))
-    assert loaded.returncode == 0, loaded.stderr
+    cluster.load(tiny_gguf, groups=groups)
 
 
 def start_with_faults(cluster: ProcessCluster, faults: str, *args: str) -> subprocess.Popen[bytes]:

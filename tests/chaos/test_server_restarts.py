@@ -59,8 +59,7 @@ class Run:
         broker = RabbitmqBroker.connect(amqp_url)
         stack.callback(broker.close)
         self._producer = Producer(broker, self.ledger)
-        loaded = self.cluster.run("load", str(model), "--groups", "2")
-        assert loaded.returncode == 0, loaded.stderr
+        self.cluster.load(model, groups=2)
         self.workers = [self.cluster.start("worker", "--group", str(g)) for g in (0, 1)]
         self.cluster.start("scheduler")
         self.cluster.wait_until_serving(2)

@@ -42,8 +42,7 @@ class TinyCluster:
         self._expected: dict[int, list[int]] = {}
         self._num_asked = 0
         self.processes = ProcessCluster(amqp_url, redis_url, folder)
-        loaded = self.processes.run("load", str(model), "--groups", "2")
-        assert loaded.returncode == 0, loaded.stderr
+        self.processes.load(model, groups=2)
         self.good = [self.processes.start("worker", "--group", str(g)) for g in (0, 1)]
         self.processes.start("scheduler")
         self.processes.wait_until_serving(2)

@@ -255,5 +255,4 @@ class TestWithServers:
 
 def _load(cluster: ProcessCluster, path: Path, cache: Path) -> None:
     cluster.settings["CELLPIPE_CACHE_DIR"] = str(cache / "cache")
-    loaded = cluster.run("load", str(path), "--groups", "2")
-    assert loaded.returncode == 0, loaded.stderr
+    cluster.load(path, groups=2)

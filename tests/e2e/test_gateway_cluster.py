@@ -42,8 +42,7 @@ def cluster(amqp_url: str, fresh_redis_url: str, tmp_path: Path) -> Iterator[Pro
     model = write_gguf(tmp_path / "babbler.gguf", TinyModel(context=2048))
     with ProcessCluster(amqp_url, fresh_redis_url, tmp_path) as cluster:
         cluster.settings["CELLPIPE_CACHE_DIR"] = str(tmp_path / "cache")
-        loaded = cluster.run("load", str(model), "--groups", "2")
-        assert loaded.returncode == 0, loaded.stderr
+        cluster.load(model, groups=2)
         for group in (0, 0, 1, 1):
             cluster.start("worker", "--group", str(group))
         cluster.start("scheduler")

@@ -25,8 +25,7 @@ def test_a_worker_of_ten_layers_peaks_below_its_shards_and_90_mb(
     amqp_url: str, fresh_redis_url: str, real_model_path: Path, tmp_path: Path
 ) -> None:
     with ProcessCluster(amqp_url, fresh_redis_url, tmp_path) as cluster:
-        loaded = cluster.run("load", str(real_model_path), "--groups", "3")
-        assert loaded.returncode == 0, loaded.stderr
+        cluster.load(real_model_path, groups=3)
         for group in range(3):
             cluster.start("worker", "--group", str(group))
         cluster.start("scheduler")
@@ -99,8 +98,7 @@ def test_a_worker_at_its_limit_stays_within_its_memory_and_answers_all(
     num_tokens: int,
 ) -> None:
     with ProcessCluster(amqp_url, fresh_redis_url, tmp_path) as cluster:
-        loaded = cluster.run("load", str(real_model_path), "--groups", "2")
-        assert loaded.returncode == 0, loaded.stderr
+        cluster.load(real_model_path, groups=2)
         for group in range(2):
             cluster.start("worker", "--group", str(group), "--memory", memory)
         cluster.start("scheduler", "--kv-budget", "256MiB")
@@ -123,8 +121,7 @@ def test_what_no_worker_has_memory_for_is_refused_before_it_starts(
     amqp_url: str, fresh_redis_url: str, real_model_path: Path, tmp_path: Path
 ) -> None:
     with ProcessCluster(amqp_url, fresh_redis_url, tmp_path) as cluster:
-        loaded = cluster.run("load", str(real_model_path), "--groups", "2")
-        assert loaded.returncode == 0, loaded.stderr
+        cluster.load(real_model_path, groups=2)
         for group in range(2):
             cluster.start("worker", "--group", str(group), "--memory", "160MiB")
         cluster.start("scheduler")

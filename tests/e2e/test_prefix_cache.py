@@ -100,8 +100,7 @@ def test_a_shared_system_prompt_is_computed_once_also_when_every_worker_was_rest
     expected = [reference.generate(prompt, SAMPLING) for prompt in prompts]
 
     with ProcessCluster(amqp_url, fresh_redis_url, tmp_path) as cluster:
-        loaded = cluster.run("load", str(real_model_path), "--groups", "2")
-        assert loaded.returncode == 0, loaded.stderr
+        cluster.load(real_model_path, groups=2)
         workers = [cluster.start("worker", "--group", str(group)) for group in (0, 1)]
         cluster.start("scheduler")
         cluster.wait_until_serving(2)

@@ -39,8 +39,7 @@ def test_killing_one_of_two_workers_mid_answer_changes_no_token(
     assert len(expected) == NUM_TOKENS, "choose a prompt whose answer is this long"
 
     with ProcessCluster(amqp_url, fresh_redis_url, tmp_path) as cluster:
-        loaded = cluster.run("load", str(real_model_path), "--groups", "2")
-        assert loaded.returncode == 0, loaded.stderr
+        cluster.load(real_model_path, groups=2)
         victims = [cluster.start("worker", "--group", "1") for _ in range(2)]
         for _ in range(2):
             cluster.start("worker", "--group", "0")
