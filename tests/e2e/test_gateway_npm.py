@@ -25,7 +25,8 @@ for await (const chunk of await client.chat.completions.create({ ...ask, ...opti
   text += chunk.choices[0]?.delta?.content ?? "";
   usage = chunk.usage ?? usage;
 }
-const refused = await client.chat.completions.create({ ...ask, web_search_options: {} }).catch((e) => e);
+const unserved = { ...ask, web_search_options: {} };
+const refused = await client.chat.completions.create(unserved).catch((e) => e);
 console.log(JSON.stringify({
   whole: whole.choices[0].message.content, text, usage: usage.completion_tokens,
   status: refused.status, param: refused.param,
