@@ -74,7 +74,7 @@ class ApiServer:
         return f"http://{self.host}:{self.port}"
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        """One for each key, closed with the server, or errors that tests keep keep its sockets."""
+        """One for each key, closed with the server: errors that tests keep hold on to sockets."""
         if key not in self._clients:
             self._clients[key] = openai.OpenAI(
                 base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60

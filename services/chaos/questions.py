@@ -17,7 +17,8 @@ def draw_questions(
     """Prompts of random tokens, greedy and sampled in turn, each long enough to be hit mid-way.
 
     As many questions as requests, or `MAX_QUESTIONS` if those are more or without number (None).
-    End-of-sequence is ignored, so that every answer has the length it was asked for.
+    End-of-sequence is ignored, so that every answer has the length it was asked for. One in five
+    has penalties, so that its tokens depend on all those before.
     """
     rng = random.Random(f"questions/{seed}")
     longest = max(1, max_positions - MAX_TOKENS)
@@ -39,6 +40,8 @@ def draw_questions(
                     seed=rng.randrange(1 << 32),
                     max_tokens=rng.randint(MIN_TOKENS, MAX_TOKENS),
                     ignore_eos=True,
+                    frequency_penalty=0.3 if number % 5 == 4 else 0.0,
+                    repetition_penalty=1.1 if number % 5 == 4 else 1.0,
                 ),
             )
         )

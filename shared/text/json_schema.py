@@ -20,6 +20,13 @@ MAX_DEPTH = 32
 MAX_SCHEMAS = 1000  # subschemas in all
 MAX_PROPERTIES = 256  # of one object; a row of the parser grows with those that may come next
 MAX_PATTERN_CHARS = 512
+# Each is held against each other, and each value against what stands beside it: half a ms a pair.
+MAX_PATTERN_PROPERTIES = 32
+MAX_ENUM = 1000  # values in all
+MAX_ENUM_BESIDE_PATTERN = 100
+# What `allOf` joins is written out, references and all; without a bound it may double at each.
+MAX_JOINED = 4000
+MAX_JOIN_DEPTH = 100
 MAX_COUNT = 1 << 20
 # States of the automaton that counts a multiple: 1,000,000 took 5 s and 200 MB.
 MAX_MULTIPLE = 10_000
@@ -46,7 +53,8 @@ _NOTES = frozenset(
         "$comment",
     }
 )
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_DEFINITIONS = ("$defs", "definitions")
+_MAPS = ("properties", "patternProperties", *_DEFINITIONS)
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 
@@ -75,8 +83,9 @@ def checked_schema(schema: Any) -> Schema:
     for pointer, path in walk.references:
         if pointer not in walk.schemas:
             raise SchemaError(path, f"{pointer!r:.100} is no schema in this document")
-    walk.check_multiples()
+    walk.check_counts()
     _check_finite(walk)
+    _check_joins(walk)
     return checked
 
 
@@ -87,7 +96,11 @@ class _Walk:
         self.schemas: dict[str, Schema] = {}
         self.paths: dict[str, str] = {}
         self.references: list[tuple[str, str]] = []
+        self.inner: dict[str, list[str]] = {}  # the schemas within each, but for definitions
         self._num_schemas = 0
+        self._num_enum = 0
+        self._num_pattern_properties = 0
+        self._has_patterns = False
         self._multiples: list[tuple[Decimal, str]] = []
 
     def schema(self, value: Any, path: str, pointer: str, depth: int) -> Schema:
@@ -102,8 +115,10 @@ class _Walk:
             return value
         if not isinstance(value, dict):
             raise SchemaError(path, "must be an object or a boolean")
+        value = _only_part(value)
         checked: dict[str, Any] = {}
         self.schemas[pointer] = checked
+        self.inner[pointer] = []
         for name, part in value.items():
             where = f"{path}.{name}" if path else str(name)
             at = f"{pointer}/{name}"
@@ -111,10 +126,15 @@ class _Walk:
                 continue
             if name in _MAPS:
                 checked[name] = self._map(part, where, at, depth, bounded=name == "properties")
+                self._num_pattern_properties += len(part) * (name == "patternProperties")
+                if name in ("properties", "patternProperties"):
+                    self.inner[pointer] += [f"{at}/{key}" for key in part]
             elif name in _LISTS:
                 checked[name] = self._list(part, where, at, depth)
+                self.inner[pointer] += [f"{at}/{i}" for i in range(len(part))]
             elif name in _SINGLE:
                 checked[name] = self.schema(part, where, at, depth + 1)
+                self.inner[pointer].append(at)
             elif name in _VALUES:
                 _VALUES[name](part, where)
                 if _has_controls(part):
@@ -122,6 +142,10 @@ class _Walk:
                 checked[name] = part
                 if name == "$ref":
                     self.references.append((_pointer(part), where))
+                elif name == "enum":
+                    self._num_enum += len(part)
+                elif name in ("pattern", "format"):
+                    self._has_patterns = True
                 elif name == "multipleOf":
                     self._multiples.append((Decimal(str(part)), where))
             else:
@@ -129,6 +153,12 @@ class _Walk:
         if checked.get("minProperties", 0) > max(1, len(checked.get("required", ()))):
             # Keys that no property names may come twice, and then count once.
             raise SchemaError(f"{path}.minProperties".lstrip("."), "over 1 is not supported")
+        num_values = len(checked.get("enum", ()))
+        if num_values > MAX_ENUM_BESIDE_PATTERN and ("pattern" in checked or "format" in checked):
+            raise SchemaError(
+                f"{path}.enum".lstrip("."),
+                f"holds more than {MAX_ENUM_BESIDE_PATTERN} values beside a pattern",
+            )
         return checked
 
     def _map(
@@ -153,8 +183,15 @@ class _Walk:
             for i, part in enumerate(value)
         ]
 
-    def check_multiples(self) -> None:
-        """All together, since they may meet in one number: by `allOf`, or a reference."""
+    def check_counts(self) -> None:
+        """Of all together, since they may meet in one value: by `allOf`, or a reference."""
+        if self._num_pattern_properties > MAX_PATTERN_PROPERTIES:
+            raise SchemaError("", f"holds more than {MAX_PATTERN_PROPERTIES} patternProperties")
+        joins = self._has_patterns and any(map(_is_join, self.schemas.values()))
+        most = MAX_ENUM_BESIDE_PATTERN if joins else MAX_ENUM
+        if self._num_enum > most:
+            reason = f"holds more than {most} values of enum"
+            raise SchemaError("", f"{reason} beside patterns and allOf" if joins else reason)
         digits = max((_decimals(step) for step, _ in self._multiples), default=0)
         common = 1
         for step, path in self._multiples:
@@ -181,6 +218,59 @@ def _check_finite(walk: _Walk) -> None:
     for pointer, path in walk.paths.items():
         if pointer not in finite:
             raise SchemaError(path, "has no finite value: it refers to itself without an end")
+
+
+def _check_joins(walk: _Walk) -> None:
+    """Refuse what grows beyond bounds where `allOf`, or a reference with more beside it, is joined
+    to one schema."""
+    sizes: dict[str, int] = {}
+    total = 0
+    for pointer, schema in walk.schemas.items():
+        if _is_join(schema):
+            total += _joined_size(walk, pointer, sizes, set())
+            if total > MAX_JOINED:
+                raise SchemaError(
+                    walk.paths[pointer], f"joins more than {MAX_JOINED} schemas by allOf"
+                )
+
+
+def _joined_size(walk: _Walk, pointer: str, sizes: dict[str, int], within: set[str]) -> int:
+    """How many schemas are written out for one, saturated."""
+    if pointer in sizes:
+        return sizes[pointer]
+    if pointer in within:
+        raise SchemaError(walk.paths[pointer], "refers to itself within allOf")
+    if len(within) > MAX_JOIN_DEPTH:
+        raise SchemaError(walk.paths[pointer], f"is joined over more than {MAX_JOIN_DEPTH} levels")
+    schema = walk.schemas[pointer]
+    size = 1
+    if isinstance(schema, dict):
+        parts = list(walk.inner[pointer])
+        if "$ref" in schema:
+            parts.append(_pointer(schema["$ref"]))
+        within.add(pointer)
+        for part in parts:
+            size = min(size + _joined_size(walk, part, sizes, within), MAX_JOINED + 1)
+        within.remove(pointer)
+    sizes[pointer] = size
+    return size
+
+
+def _is_join(schema: Schema) -> bool:
+    if isinstance(schema, bool):
+        return False
+    return "allOf" in schema or ("$ref" in schema and bool(set(schema) - {"$ref", *_DEFINITIONS}))
+
+
+def _only_part(schema: dict[str, Any]) -> dict[str, Any]:
+    """`allOf` of one schema, with notes beside it at most, is that schema."""
+    parts = schema.get("allOf")
+    if not (isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], dict)):
+        return schema
+    rest = {name: part for name, part in schema.items() if name not in ("allOf", *_NOTES)}
+    if set(rest) - set(_DEFINITIONS) or set(parts[0]) & set(_DEFINITIONS):
+        return schema
+    return {**rest, **parts[0]}
 
 
 def _is_finite(schema: Schema, pointer: str, finite: set[str]) -> bool:

@@ -63,9 +63,9 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         yield server
 
 
-def serve(folder: Path, model: Path) -> ApiServer:
+def serve(folder: Path, model: Path, *options: str) -> ApiServer:
     return ApiServer(
-        "serve", "--model", str(model), "--threads", "1", "--resume-grace", "60",
+        "serve", "--model", str(model), "--threads", "1", "--resume-grace", "60", *options,
         settings={"CELLPIPE_CACHE_DIR": str(folder / "cache")}, log=folder / "server.log",
     )  # fmt: skip
 
@@ -158,6 +158,18 @@ def test_calls_in_a_stream_are_those_of_the_whole_answer(babbler: ApiServer) -> 
     assert final.choices[0].finish_reason == "tool_calls"
     assert not any(event.type == "content.delta" and event.delta for event in events)
     assert any(event.type == "tool_calls.function.arguments.delta" for event in events)
+
+
+def test_a_pause_before_a_call_is_no_event(tmp_path: Path) -> None:
+    model = write_gguf(tmp_path / "babbler.gguf", TinyModel(context=4096))
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "seed": 5, **SAMPLED}
+    with serve(tmp_path, model, "--keep-alive", "0.05") as server:
+        raw = server.stream(CHAT, {**body, "stream": True}).read()
+        chunks = list(server.client().chat.completions.create(model="", stream=True, **body))
+
+    # OpenAI's client takes a blank line after a comment for the end of an event.
+    assert b": keep-alive\n\n" not in raw
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
 def test_a_call_that_the_model_makes_by_itself_is_found(caller: ApiServer) -> None:

@@ -14,6 +14,7 @@ from services.gateway.reader import EventReader
 from shared.api.choice import Choice
 from shared.api.errors import ApiError
 from shared.api.stops import StopMatcher
+from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason
 from shared.store.connection import connect
 from shared.store.ledger import Ledger
@@ -59,6 +60,30 @@ def answer_of(text: str, stops: Sequence[str] = ()) -> tuple[Choice, list[str]]:
     choice = Choice(0, "r", TOKENIZER, stops)
     tokens = [byte_token(byte) for byte in text.encode()]
     return choice, [choice.take(TokenEvent(f"{i}-0", i, t)) for i, t in enumerate(tokens)]
+
+
+@given(
+    text=st.text(max_size=12), stops=STOPS | st.lists(st.text(min_size=1, max_size=3), max_size=2)
+)
+def test_the_tokens_that_are_told_of_are_those_whose_text_is_shown(
+    text: str, stops: list[str]
+) -> None:
+    choice = Choice(0, "r", TOKENIZER, stops)
+    shown, told = "", []
+    raw = text.encode()
+    for i, byte in enumerate(raw):
+        token = byte_token(byte)
+        shown += choice.take(TokenEvent(f"{i}-0", i, token, TokenLogprobs.of(-float(i))))
+        told += choice.shown
+        assert all(entry.offset < len(shown) for entry in told), "none before its text"
+    shown += choice.end(end(FinishReason.STOP))
+    told += choice.shown
+
+    assert [entry.logprobs.logprob for entry in told] == [-float(i) for i in range(len(told))]
+    assert [entry.offset for entry in told] == [
+        offset for offset, char in enumerate(text) for _ in char.encode()
+    ][: len(told)]
+    assert len(told) == len(shown.encode())
 
 
 def end(reason: FinishReason, num_generated: int = 0) -> FinalEvent:

@@ -202,6 +202,43 @@ def test_formats_name_their_field(document: Any, path: str) -> None:
     assert refused.value.path == path
 
 
+def doubling(levels: int) -> dict[str, Any]:
+    """Each level joins the one before twice."""
+    schemas: dict[str, Any] = {"d0": {"type": "object"}}
+    for i in range(1, levels):
+        below = {"$ref": f"#/$defs/d{i - 1}"}
+        joined = {name: {"allOf": [below, {"properties": {name: TEXT}}]} for name in "lr"}
+        schemas[f"d{i}"] = {"type": "object", "properties": joined}
+    return {"$ref": f"#/$defs/d{levels - 1}", "$defs": schemas}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        doubling(30),
+        {"$ref": "#/$defs/a", "minLength": 1, "$defs": {"a": doubling(3), **doubling(25)["$defs"]}},
+        {"properties": {"n": {"allOf": [{"$ref": "#"}, {"properties": {"a": TEXT}}]}}},
+        {"patternProperties": {f"^{i}$": TEXT for i in range(33)}},
+        {"enum": [str(i) for i in range(1001)]},
+        {"enum": [str(i) for i in range(101)], "pattern": "1"},
+        {"allOf": [{"enum": [str(i) for i in range(101)]}, {"pattern": "1"}]},
+    ],
+)
+def test_what_would_take_seconds_to_compile_is_refused(schema: Any) -> None:
+    with pytest.raises(SchemaError):
+        checked_schema(schema)
+
+
+def test_what_is_joined_once_is_taken() -> None:
+    base = {"type": "object", "properties": {"a": TEXT}, "required": ["a"]}
+    schema = {"$defs": {"base": base}, "allOf": [{"$ref": "#/$defs/base"}, {"required": ["a"]}]}
+
+    assert checked_schema(schema) == schema
+    assert checked_schema(doubling(5)) == doubling(5)
+    alone = {"description": "d", "allOf": [{"$ref": "#/$defs/base"}], "$defs": {"base": base}}
+    assert checked_schema(alone) == {"$ref": "#/$defs/base", "$defs": {"base": base}}
+
+
 @pytest.mark.parametrize(
     "document",
     [

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason, SamplingParams
 from shared.store import keys
 from shared.store.connection import connect
@@ -47,6 +48,13 @@ def records(draw: st.DrawFn) -> LedgerRecord:
         deadline_unix_ms=draw(st.sampled_from([0, 9])),
         num_cached=draw(st.integers(0, 1)),
     )
+
+
+def logprobs_of(name: str, token_ids: list[int]) -> list[TokenLogprobs]:
+    """Those of tokens, if the request is the one that asked for them."""
+    if name != NAMES[0]:
+        return []
+    return [TokenLogprobs.of(-float(i % 7), ((i, -0.5),) * (i % 3)) for i in token_ids]
 
 
 class BothLedgers(RuleBasedStateMachine):
@@ -91,7 +99,8 @@ class BothLedgers(RuleBasedStateMachine):
 
     @rule(name=names, epoch=epochs, position=st.integers(0, 8), token_ids=tokens)
     def commit(self, name: str, epoch: int, position: int, token_ids: list[int]) -> None:
-        self.same(lambda ledger: ledger.commit(name, epoch, position, token_ids))
+        told = logprobs_of(name, token_ids)
+        self.same(lambda ledger: ledger.commit(name, epoch, position, token_ids, None, told))
 
     @precondition(lambda self: any(map(self.in_process.get, NAMES)))
     @rule(name=names, token_ids=tokens, finish=st.none() | reasons, repeats=st.booleans())
@@ -103,9 +112,11 @@ class BothLedgers(RuleBasedStateMachine):
         if record is None:
             return
         position = record.committed_position + 1
-        self.same(lambda ledger: ledger.commit(name, record.epoch, position, token_ids, finish))
+        epoch, told = record.epoch, logprobs_of(name, token_ids)
+        self.same(lambda ledger: ledger.commit(name, epoch, position, token_ids, finish, told))
         if repeats:
-            self.same(lambda ledger: ledger.commit(name, record.epoch, position, [1, 2]))
+            other = logprobs_of(name, [1, 2])
+            self.same(lambda ledger: ledger.commit(name, epoch, position, [1, 2], None, other))
 
     @rule(name=names, reason=reasons, error=texts)
     def finish(self, name: str, reason: FinishReason, error: str) -> None:

@@ -23,10 +23,11 @@ from tests.rig import Rig, assert_answers
 from tests.rig_model import SAMPLED, prompt_of
 
 NUM_GROUPS = 2
+SHAPED = replace(SAMPLED, frequency_penalty=0.3, repetition_penalty=1.1, logprobs=1)
 ASKED = [
     ("a", prompt_of(10) * 4, SAMPLED),
     ("b", prompt_of(3, salt=4) * 3, SamplingParams(seed=3, max_tokens=14, ignore_eos=True)),
-    ("c", prompt_of(23, salt=2), SAMPLED),
+    ("c", prompt_of(23, salt=2), SHAPED),
 ]
 # Asked later, when pages of the first may be shared.
 ASKED_LATER = [
