@@ -14,6 +14,7 @@ from types import TracebackType
 from services.scheduler.admission import ServedModel
 from services.scheduler.scheduler import Scheduler
 from services.worker.limits import WorkerLimits
+from services.worker.shaping import processors_with
 from services.worker.worker import Worker
 from shared.broker.memory import MemoryBroker, MemoryHub
 from shared.errors import BrokerUnavailable
@@ -27,6 +28,7 @@ from shared.store.connection import Stores, connect
 from shared.store.kv_pages import KvPages
 from shared.store.memory_ledger import MemoryLedger
 from shared.store.prefix_pages import StoredPrefixes
+from shared.text.constraint import Grammars
 from shared.text.document import read_text_document
 from shared.topology import Layout, Wire, control_queues, even_layout, group_queues
 
@@ -111,6 +113,9 @@ class Engine:
                     kv_pages=kv_pages,
                     prefixes=local_prefixes,
                     limits=limits,
+                    make_processors=processors_with(
+                        Grammars(lambda: tokenizer.token_table, config.eos_token_ids)
+                    ),
                 )
                 self.workers.append(worker)
                 turns.append(worker.turn)

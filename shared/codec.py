@@ -46,6 +46,7 @@ from shared.messages import (
     Step,
     Token,
 )
+from shared.text.response_format import read_response_format
 
 __all__ = [
     "JSON",
@@ -193,6 +194,8 @@ def _request_fields(request: Request) -> dict[str, Any]:
         fields["token_ids"] = request.token_ids
     if request.stream:
         fields["stream"] = True
+    if request.response_format is not None:
+        fields["response_format"] = request.response_format.document()
     return fields
 
 
@@ -207,6 +210,9 @@ def _read_request(raw: dict[str, Any]) -> Request:
         sampling=read_sampling(take_map(raw, "sampling", {})),
         deadline_unix_ms=take_int(raw, "deadline_unix_ms", 0, low=-_INT64),
         stream=take_bool(raw, "stream", False),
+        response_format=None
+        if raw.get("response_format") is None
+        else read_response_format(take_map(raw, "response_format")),
     )
 
 

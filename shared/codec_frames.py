@@ -14,7 +14,7 @@ MSGPACK = "application/msgpack"
 JSON = "application/json"
 MAX_FRAME_BYTES = 8 << 20
 _MAX_ARRAY_LEN = MAX_LIST_LEN  # an array element costs 8 bytes once read, a wire byte or more
-_MAX_MAP_LEN = 320  # a bias has 300 tokens
+_MAX_MAP_LEN = 1024  # a schema's definitions; a bias has 300 tokens
 
 
 def request_id_of(body: bytes, content_type: str = MSGPACK) -> str:

@@ -24,6 +24,7 @@ from shared.sampling_params import MAX_SEED as MAX_SEED
 from shared.sampling_params import MAX_TOKEN_ID as MAX_TOKEN_ID
 from shared.sampling_params import MAX_TOKENS_LIMIT as MAX_TOKENS_LIMIT
 from shared.sampling_params import SamplingParams as SamplingParams
+from shared.text.response_format import ResponseFormat
 
 MAX_LIST_LEN = 1 << 20  # token ids or chat messages of one request
 MAX_UNIX_MS = 2**53 - 1
@@ -58,6 +59,7 @@ class Request:
     `prompt` is raw text; `messages` go through the model's chat template; `token_ids` are taken as
     they are. `model` "" means the one model that is loaded. `deadline_unix_ms` 0 means none.
     `stream` asks for a `Token` in the reply queue for each token, before the `Reply`.
+    `response_format` None is text.
     """
 
     request_id: str
@@ -68,6 +70,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     deadline_unix_ms: int = 0
     stream: bool = False
+    response_format: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
         check_request_id(self.request_id)

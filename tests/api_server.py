@@ -56,6 +56,7 @@ class ApiServer:
 
     def __init__(self, *command: str, settings: Mapping[str, str], log: Path) -> None:
         self.log = log
+        self._clients: dict[str, openai.OpenAI] = {}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [*CELLPIPE, *command, "--port", "0"],
@@ -73,7 +74,12 @@ class ApiServer:
         return f"http://{self.host}:{self.port}"
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        """One for each key, closed with the server: errors that tests keep hold on to sockets."""
+        if key not in self._clients:
+            self._clients[key] = openai.OpenAI(
+                base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60
+            )
+        return self._clients[key]
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=60)
@@ -108,6 +114,8 @@ class ApiServer:
 
     def stop(self) -> int:
         """SIGTERM; returns the exit code."""
+        for client in self._clients.values():
+            client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:

@@ -15,6 +15,7 @@ from services.scheduler.limits import SchedulerLimits
 from services.scheduler.records import record_of
 from services.scheduler.scheduler import Scheduler
 from services.worker.limits import WorkerLimits
+from services.worker.shaping import processors_with
 from services.worker.worker import Membership, Worker
 from shared import codec
 from shared.broker.base import Broker, Delivery, Outgoing
@@ -30,6 +31,7 @@ from shared.store.ledger_types import FinalEvent, LedgerRecord
 from shared.store.prefix_pages import StoredPrefixes
 from shared.store.presence_types import WorkerInfo, WorkerState
 from shared.text.chat_template import ChatTemplate
+from shared.text.constraint import Grammars
 from shared.topology import (
     DEAD_QUEUE,
     REQUESTS_QUEUE,
@@ -166,6 +168,9 @@ class Rig:
             membership=None if self._embedded else membership,
             limits=limits or self.limits,
             faults=faults,
+            make_processors=processors_with(
+                Grammars(lambda: rig_tokenizer().token_table, self.config.eos_token_ids)
+            ),
             clock=self.clock,
             sleep=self.clock.sleep,
         )

@@ -5,7 +5,9 @@ Its layers add nothing, and the row of a token in the head is the embedding of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +29,26 @@ def write_speller(
     assert len({*spelled, start}) == len(spelled) + 1, "a byte comes twice"
     after = dict(zip([start, *spelled[:-1]], spelled, strict=True))
     after[spelled[-1]] = spelled[0] if forever else END
+    return _write_chain(path, after, context=context)
+
+
+def write_sayer(path: Path, pieces: Sequence[str], *, context: int = 2048) -> Path:
+    """Write a model that says `pieces` after any prompt, each with one token, and ends.
+
+    Their tokens take the places of bytes that UTF-8 never has.
+    """
+    tokens = tiny_tokens()
+    spelled = [byte_token(0xF5 + number) for number in range(len(pieces))]
+    for token_id, piece in zip(spelled, pieces, strict=True):
+        tokens[token_id] = "".join(tokens[byte_token(byte)] for byte in piece.encode())
+    after = dict(zip([byte_token(ord(NEWLINE)), *spelled], [*spelled, END], strict=True))
+    return _write_chain(path, after, context=context, metadata={"tokenizer.ggml.tokens": tokens})
+
+
+def _write_chain(
+    path: Path, after: Mapping[int, int], *, context: int, metadata: Mapping[str, Any] | None = None
+) -> Path:
+    """A model whose token `after[t]` follows token t."""
     model = TinyModel(tied=False, context=context)
     rows = np.float32(np.random.default_rng(5).choice([-1.0, 1.0], (model.vocab, model.hidden)))
     head = np.zeros_like(rows)
@@ -37,7 +59,8 @@ def write_speller(
     for name, shape in shapes.items():
         if name.endswith(("attn_output.weight", "ffn_down.weight")):
             tensors[name] = (np.zeros(shape, np.float32), "Q4_1")
-    return write_gguf(path, TinyModel(tied=False, context=context, tensors=tensors))
+    changed = TinyModel(tied=False, context=context, tensors=tensors, metadata=metadata or {})
+    return write_gguf(path, changed)
 
 
 def byte_token(byte: int) -> int:

@@ -13,6 +13,7 @@ from shared.api.choice import Choice, Piece, Usage, failure_of, usage_of
 from shared.api.documents import whole_document
 from shared.api.errors import ApiError
 from shared.api.model import ApiModel
+from shared.api.tools import Form, call_finder
 from shared.messages import Request
 from shared.store.ledger_base import START
 from shared.store.ledger_types import Event, FinalEvent, RequestState
@@ -31,16 +32,17 @@ class Part:
         number: int,
         tokenizer: Tokenizer,
         stops: tuple[str, ...],
+        form: Form,
         *,
         is_known: bool,
     ) -> None:
         self.request = request
-        self.has_stops = bool(stops)
+        self.may_be_cut = bool(stops or form.calls)
         self.seen = self._is_known = is_known
         self.num_tokens = 0
         self._first_position: int | None = None
         self._number = number
-        self._tokenizer, self._stops = tokenizer, stops
+        self._tokenizer, self._stops, self._form = tokenizer, stops, form
         self.forget()
 
     @property
@@ -51,7 +53,14 @@ class Part:
 
     def forget(self) -> None:
         """The store has lost it: it begins again."""
-        self.choice = Choice(self._number, self.request.request_id, self._tokenizer, self._stops)
+        form = self._form
+        self.choice = Choice(
+            self._number,
+            self.request.request_id,
+            self._tokenizer,
+            self._stops,
+            call_finder(form.calls, form.functions, parallel=form.parallel),
+        )
         self.after = START
         self.piece = Piece(self._number)
         self.has_ended = False
@@ -70,6 +79,7 @@ class Part:
                 self.piece.text += self.choice.end(event)
             else:
                 self.piece.text += self.choice.take(event)
+            self.piece.calls += self.choice.parts
             self.piece.tokens += self.choice.shown
 
 
@@ -88,6 +98,7 @@ class LineAnswer:
                 number,
                 model.tokenizer,
                 line.stops,
+                line.ask.form,
                 is_known=request.request_id in ids,
             )
             for number, request in enumerate(line.requests)

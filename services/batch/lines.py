@@ -162,6 +162,7 @@ def _line_of(entry: Entry, body: Generation, reading: Reading) -> Line:
             token_ids=ask.prompts[number // ask.n],
             model=reading.model.model_id,
             sampling=sampling,
+            response_format=ask.form.response_format,
         )
         for number, sampling in enumerate(ask.samplings)
     )

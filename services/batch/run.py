@@ -176,7 +176,7 @@ class BatchRun:
                 # The store has lost it, or forgotten its end: it is asked for anew.
                 part.forget()
                 part.seen = not self._hand_over(part.request)
-        self._cut([part for part in parts.values() if part.seen and part.has_stops])
+        self._cut([part for part in parts.values() if part.seen and part.may_be_cut])
         ended = [answer for answer in self._pending if answer.has_ended]
         for answer in ended:
             self._write(answer)

@@ -39,7 +39,9 @@ class Answer:
         self.reader = reader
         self.shown = list(shown) or [Shown()] * note.num_choices
         ids = request_ids(completion_id, note.num_choices)
-        self.choices = [Choice(i, name, tokenizer, note.stops) for i, name in enumerate(ids)]
+        self.choices = [
+            Choice(i, name, tokenizer, note.stops, note.call_finder()) for i, name in enumerate(ids)
+        ]
         self._by_id = {choice.request_id: choice for choice in self.choices}
         self._feed = feed
         self._cut = cut
@@ -104,9 +106,10 @@ class Answer:
             if shown.is_finished or (choice.num_tokens <= shown.num_tokens and not has_ended):
                 continue
             if choice.num_tokens <= shown.num_tokens and not isinstance(event, FinalEvent):
-                text, choice.shown = "", []  # it was shown, its end was not
+                text, choice.parts, choice.shown = "", [], []  # it was shown, its end was not
             piece = pieces.setdefault(choice.index, Piece(choice.index))
             piece.text += text
+            piece.calls += choice.parts
             piece.tokens += choice.shown
             piece.num_tokens = choice.num_tokens
             piece.finish_reason = choice.finish_reason
@@ -133,7 +136,7 @@ class Answer:
     def _note_shown(self, piece: Piece) -> bool:
         """Whether the piece shows anything."""
         has_ended = piece.finish_reason is not None
-        if self.shown[piece.index].is_finished or not (piece.text or has_ended):
+        if self.shown[piece.index].is_finished or not (piece.text or piece.calls or has_ended):
             return False
         self.shown[piece.index] = Shown(piece.num_tokens, has_ended)
         piece.event_id = self.event_id()

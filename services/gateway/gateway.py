@@ -200,6 +200,9 @@ class Gateway:
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
             store=isinstance(body, ChatCompletion) and bool(body.store),
             logprobs=num_logprobs(body),
+            calls=ask.form.calls,
+            functions=ask.form.functions,
+            parallel=ask.form.parallel,
         )
 
     def _submit(self, completion_id: str, note: Note, ask: Ask, body: Generation) -> None:
@@ -213,6 +216,7 @@ class Gateway:
                 model=self.backend.model_id,
                 sampling=ask.samplings[number],
                 deadline_unix_ms=note.deadline_unix_ms,
+                response_format=ask.form.response_format,
             )
             try:
                 self.backend.producer.submit(request)

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shared.api.ask import Kind
+from shared.api.tools import Calls, call_finder
 from shared.errors import StoreDamaged
+from shared.text.tool_calls import ForcedCalls, FreeCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,8 @@ class Note:
     """How an answer is shown: its choices are `num_prompts` times `n`, those of a prompt in a row.
 
     `owner` is the name of the key that asked, `logprobs` how many likeliest tokens it wants to see.
+    `calls`: how calls of `functions` are looked for in what the model writes, "" not at all; not
+    `parallel`: one at most.
     """
 
     kind: Kind
@@ -27,10 +31,17 @@ class Note:
     include_usage: bool
     store: bool
     logprobs: int | None = None
+    calls: Calls = ""
+    functions: tuple[str, ...] = ()
+    parallel: bool = True
 
     @property
     def num_choices(self) -> int:
         return self.num_prompts * self.n
+
+    def call_finder(self) -> FreeCalls | ForcedCalls | None:
+        """What finds the calls in one choice."""
+        return call_finder(self.calls, self.functions, parallel=self.parallel)
 
     def to_dict(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -42,7 +53,8 @@ class Note:
     def from_dict(cls, document: Mapping[str, Any]) -> Note:
         """Raises `StoreDamaged` for what `to_dict` did not make."""
         try:
-            note = cls(**{**document, "stops": tuple(document["stops"])})
+            lists = {name: tuple(document.get(name, ())) for name in ("stops", "functions")}
+            note = cls(**{**document, **lists})
         except (KeyError, TypeError) as error:
             raise StoreDamaged(
                 f"the note of a completion cannot be read: {error!s:.200}"

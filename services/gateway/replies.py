@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -85,6 +86,7 @@ class WholeReply(AnswerReply):
                 mine = whole[piece.index]
                 mine.text += piece.text
                 mine.tokens += piece.tokens
+                mine.calls += piece.calls
             if not pieces:
                 await self._gateway.check(is_running=True)
         backend = self._gateway.backend
@@ -115,14 +117,21 @@ class StreamReply(AnswerReply):
         await _send_head(send)
         try:
             await _send_events(send, [(p.event_id, chunks.opening(p)) for p in opened])
+            quiet_since_s = time.monotonic()
             while True:
-                await _send_events(send, [(p.event_id, chunks.piece(p)) for p in pieces])
+                if pieces:
+                    await _send_events(send, [(p.event_id, chunks.piece(p)) for p in pieces])
+                    quiet_since_s = time.monotonic()
                 if self._is_complete():
                     break
-                pieces = await answer.next(self._keep_alive_s)
-                if not pieces:
-                    await _send_body(send, ": keep-alive\n\n")
+                quiet_s = time.monotonic() - quiet_since_s
+                if quiet_s >= self._keep_alive_s:
+                    # No blank line: OpenAI's client takes one after an id for an event.
+                    await _send_body(send, ": keep-alive\n")
+                    quiet_since_s = time.monotonic()
                     await self._gateway.check(is_running=True)
+                    continue
+                pieces = await answer.next(self._keep_alive_s - quiet_s)
             await self._send_end(send)
         except (ApiError, CellpipeError) as error:
             # It cannot be raised: the status is sent.

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from services.gateway.openapi import BODIES
 from shared.api.fields import Peers
-from shared.api.schema import Message, StreamOptions, no_ops_of
+from shared.api.schema import Message, StreamOptions, ToolFunction, no_ops_of
 
 BEGIN, END = "<!-- made by services/gateway/table.py -->", "<!-- end -->"
 # Where each column was read. llama-server and vLLM pass over what they do not know.
@@ -39,6 +39,7 @@ def tables() -> str:
     for path, body in BODIES.items():
         parts.append(f"### POST {path}\n\n{_table(body)}")
     parts.append(f"### A message of `messages`\n\n{_table(Message)}")
+    parts.append(f"### The function of a tool of `tools`\n\n{_table(ToolFunction)}")
     parts.append(f"### `stream_options`\n\n{_table(StreamOptions)}")
     return "\n\n".join(parts)
 

@@ -12,7 +12,9 @@ from shared.errors import ErrorCode, RequestError
 from shared.messages import Request, SamplingParams, Step
 from shared.model.config import ModelConfig
 from shared.text.chat_template import ChatTemplate
+from shared.text.constraint import check_grammar
 from shared.text.prompt import chat_token_ids, check_token_ids, text_token_ids
+from shared.text.response_format import ResponseFormat
 from shared.text.tokenizer import Tokenizer
 from shared.topology import Layout
 
@@ -37,6 +39,7 @@ class Plan:
     max_position: int
     stop_token_ids: tuple[int, ...]
     deadline_unix_ms: int
+    response_format: ResponseFormat | None = None
 
 
 def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[str], int]) -> Plan:
@@ -60,6 +63,8 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[s
             code=ErrorCode.CONTEXT_LENGTH,
             param=_input_of(request),
         )
+    if request.response_format is not None:
+        _check_format(request.response_format, request.sampling, model)
     sampling = request.sampling
     for token_id, _ in sampling.logit_bias:
         if token_id >= model.config.vocab_size:
@@ -77,6 +82,7 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[s
         max_position=min(len(token_ids) + sampling.max_tokens, limit) - 1,
         stop_token_ids=model.config.eos_token_ids,
         deadline_unix_ms=request.deadline_unix_ms,
+        response_format=request.response_format,
     )
 
 
@@ -118,7 +124,7 @@ def first_step(
         stop_token_ids=plan.stop_token_ids,
         deadline_unix_ms=plan.deadline_unix_ms,
         is_batch=is_batch,
-        shaped=plan.sampling.shapes_logits,
+        shaped=plan.sampling.shapes_logits or plan.response_format is not None,
     )
 
 
@@ -159,6 +165,17 @@ def check_workers_bytes(plan: Plan, config: ModelConfig, max_bytes: int | None) 
             code=ErrorCode.KV_MEMORY,
             param="max_tokens",
         )
+
+
+def _check_format(wanted: ResponseFormat, sampling: SamplingParams, model: ServedModel) -> None:
+    if sampling.ignore_eos:
+        raise RequestError("ignore_eos goes with text alone: JSON has an end", param="ignore_eos")
+    if not model.config.eos_token_ids:
+        raise RequestError(
+            "response_format needs a model with a token that ends an answer",
+            param="response_format",
+        )
+    check_grammar(wanted)
 
 
 def _names_model(asked: str, model_id: str) -> bool:

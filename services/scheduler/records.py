@@ -21,6 +21,7 @@ def record_of(plan: Plan, layout: Layout, *, created_unix_ms: int) -> LedgerReco
         stop_token_ids=plan.stop_token_ids,
         deadline_unix_ms=plan.deadline_unix_ms,
         created_unix_ms=created_unix_ms,
+        response_format=plan.response_format,
     )
 
 
@@ -33,6 +34,7 @@ def plan_of(record: LedgerRecord) -> Plan:
         max_position=record.max_position,
         stop_token_ids=record.stop_token_ids,
         deadline_unix_ms=record.deadline_unix_ms,
+        response_format=record.response_format,
     )
 
 

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from shared.topology import INBOX_TTL_MS
 
+MIN_KV_CACHE_BYTES = 4 << 20
+# Of 49,152 tokens: 20 MB with the first form, 28 MB after 25 forms were asked for.
+GRAMMAR_BYTES = 40_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:

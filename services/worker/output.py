@@ -165,8 +165,8 @@ class Output:
                     following.append(self._routed(piece, step))
                 case Ended():
                     self._pool.drop(item.step.request_id, self._layer_groups)
-                case OutOfOrder(reason=reason):
-                    self._endings.fail(item, reason)
+                case OutOfOrder(reason=reason, code=code):
+                    self._endings.fail(item, reason, code=code)
                 case _:
                     assert_never(outcome)
         return following

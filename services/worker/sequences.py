@@ -82,7 +82,7 @@ class SequenceState:
 
 
 class SequencePool:
-    """An LRU of sequence states under a byte budget.
+    """An LRU of sequence states under a byte budget, `max_bytes`.
 
     `kv_pages` None means that nothing outside this process holds the rows (embedded mode): then a
     state lives until `drop` or until it was idle for `EMBEDDED_IDLE_S`, whatever the budget, and
@@ -101,7 +101,7 @@ class SequencePool:
         self._make_cache = make_cache
         self._prefixes = prefixes
         self._kv_pages = kv_pages
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._idle_s = idle_s
         self._states: OrderedDict[Key, SequenceState] = OrderedDict()
 
@@ -170,7 +170,7 @@ class SequencePool:
     def trim(self, *, now_s: float) -> None:
         """Evict idle states, then the least recently used ones until the budget holds."""
         embedded = self._kv_pages is None
-        max_bytes = 0 if embedded else self._max_bytes
+        max_bytes = 0 if embedded else self.max_bytes
         idle_s = EMBEDDED_IDLE_S if embedded else self._idle_s
         total = 0 if embedded else self.num_bytes  # without a budget nobody needs to know
         for key in list(self._states):
@@ -198,7 +198,7 @@ class SequencePool:
         others = [key for key in self._states if key not in keep]
         need += sum(self._states[key].cache.nbytes for key in others)
         for key in sorted(others, key=lambda key: bool(self._states[key].draft)):
-            if need <= self._max_bytes:
+            if need <= self.max_bytes:
                 return
             need -= self._states.pop(key).cache.nbytes
 

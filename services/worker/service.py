@@ -21,8 +21,9 @@ import numpy.typing as npt
 import structlog
 
 from services.worker.faults import Faults
-from services.worker.limits import WorkerLimits
+from services.worker.limits import GRAMMAR_BYTES, MIN_KV_CACHE_BYTES, WorkerLimits
 from services.worker.placement import Placement
+from services.worker.shaping import processors_with
 from services.worker.watchdog import Watchdog
 from services.worker.worker import Membership, Worker
 from shared.broker.base import Broker
@@ -39,6 +40,8 @@ from shared.store.ledger import Ledger
 from shared.store.presence import Presence
 from shared.store.presence_types import WorkerInfo, WorkerState
 from shared.store.shards import ShardStore
+from shared.text.constraint import Grammars
+from shared.text.token_bytes import TokenTable, read_token_table
 from shared.topology import (
     WORKER_BASE_BYTES,
     Layout,
@@ -56,7 +59,6 @@ PRESENCE_TTL_MS = 5_000
 IDLE_TURN_S = 0.25
 # After others were told of a drain, until they have read it: what they send meanwhile is taken.
 DRAIN_NOTICE_S = 1.5
-MIN_KV_CACHE_BYTES = 4 << 20
 # Of what weights and base leave. The rest is lost between pages that come and go: at 1.0, 24
 # requests of up to 2,000 tokens brought a worker of 256 MiB to 265 MB.
 ROWS_SHARE = 0.85
@@ -130,6 +132,7 @@ class WorkerService:
         self._reason = ""
         self._resume_at_s = 0.0
         self._worker: Worker | None = None
+        self._has_grammars = False
         self._shared_shards: dict[str, npt.NDArray[np.uint8]] = {}
         self._watchdog = Watchdog(options.hang_limit_s)
         self._placement = Placement(
@@ -162,6 +165,9 @@ class WorkerService:
                 limits=self._limits_beside(groups),
                 faults=self._faults,
                 watchdog=self._watchdog,
+                make_processors=processors_with(
+                    Grammars(self._read_token_table, self._config.eos_token_ids)
+                ),
             )
             self._state = WorkerState.SERVING
             log.info(
@@ -175,6 +181,15 @@ class WorkerService:
             self._drain(worker)
         finally:
             self._leave()
+
+    def _read_token_table(self) -> TokenTable:
+        """What the first answer with a form needs, in memory that was the KV cache's."""
+        raw = self._shards.read_shard(self._manifest, "tokenizer").tobytes()
+        if not self._has_grammars:
+            assert self._worker is not None, "it asks"
+            self._worker.reserve(GRAMMAR_BYTES)
+            self._has_grammars = True
+        return read_token_table(raw)
 
     def _serve(self, worker: Worker) -> None:
         """Until the process is told to stop, or the worker to drain."""

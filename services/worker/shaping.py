@@ -16,6 +16,7 @@ from shared.messages import Step
 from shared.model.logits import LogitsProcessor, make_processors
 from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import LedgerRecord
+from shared.text.constraint import Grammars
 
 MakeProcessors = Callable[[LedgerRecord], Sequence[LogitsProcessor]]
 """The processors of a request at its first token, in the order in which they are applied."""
@@ -39,7 +40,8 @@ class Shaping:
         happens in between, nobody uses half-advanced ones. None when the ledger does not hold all
         tokens before: then no token may be committed after them either.
 
-        Raises `StoreUnavailable`, and `StoreDamaged` or `DecodeError` for what cannot be read.
+        Raises `StoreUnavailable`; `StoreDamaged` or `DecodeError` for what cannot be read; and
+        `RequestError` for a form that cannot be kept.
         """
         if not step.shaped:
             return ()
@@ -74,6 +76,18 @@ class Shaping:
             for processor in processors:
                 processor.advance(token_id)
         return processors
+
+
+def processors_with(grammars: Grammars) -> MakeProcessors:
+    """What makes the processors of requests, also of those whose answer must have a form."""
+
+    def make(record: LedgerRecord) -> Sequence[LogitsProcessor]:
+        processors = processors_of(record)
+        if record.response_format is None:
+            return processors
+        return [*processors, grammars.begin(record.response_format)]
+
+    return make
 
 
 def processors_of(record: LedgerRecord) -> list[LogitsProcessor]:

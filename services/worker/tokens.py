@@ -17,7 +17,7 @@ from services.worker.shaping import Shaping
 from services.worker.stages import COMPUTE, REDIS, Stages
 from services.worker.steps import following_step
 from services.worker.verdict import finish_reason
-from shared.errors import DecodeError, StoreDamaged
+from shared.errors import DecodeError, ErrorCode, RequestError, StoreDamaged
 from shared.logprobs import TokenLogprobs
 from shared.messages import Step
 from shared.model.layer_group import LayerGroup
@@ -43,9 +43,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class OutOfOrder:
-    """The tokens before these were lost, so neither may these be."""
+    """The tokens before these were lost, or none may follow: the request cannot go on."""
 
     reason: str
+    code: ErrorCode
 
 
 Outcome = GoOn | Ended | OutOfOrder
@@ -75,12 +76,14 @@ def sample_and_commit(
         mine, start = slice(start, end), end
         try:
             processors = shaping.take(step)
-        except (StoreDamaged, DecodeError) as error:  # of this request alone
-            outcomes[number] = OutOfOrder(str(error))
-            continue
-        if processors is not None:
+            if processors is None:
+                continue
             commit = _draw(step, piece.draft, logits.values[mine], logits.largest[mine], processors)
-            drawn.append((number, commit, processors))
+        except (StoreDamaged, DecodeError, RequestError) as error:  # of this request alone
+            code = error.code if isinstance(error, RequestError) else ErrorCode.LOST
+            outcomes[number] = OutOfOrder(str(error), code)
+            continue
+        drawn.append((number, commit, processors))
     stages.lap(COMPUTE)
     results = ledger.commit_all([commit for _, commit, _ in drawn]) if drawn else []
     stages.lap(REDIS)
@@ -97,7 +100,7 @@ def _outcome(piece: Slice, commit: Commit, result: CommitResult | StoreDamaged) 
         case Committed():
             pass
         case StoreDamaged():  # of this request alone: its neighbours go on
-            return OutOfOrder(str(result))
+            return OutOfOrder(str(result), ErrorCode.LOST)
         case AlreadyCommitted(token_ids=winners, finish=won):
             # The commit happened, the publish perhaps not: send the same output again.
             token_ids, reason = winners, won

@@ -24,7 +24,7 @@ from services.worker.compute import forward_batch
 from services.worker.endings import Endings
 from services.worker.faults import Faults, Point, reached
 from services.worker.inbox import Inbox
-from services.worker.limits import WorkerLimits
+from services.worker.limits import MIN_KV_CACHE_BYTES, WorkerLimits
 from services.worker.output import Output
 from services.worker.pace import Pace
 from services.worker.quarantine import Quarantine
@@ -38,7 +38,7 @@ from services.worker.verdict import step_problem
 from services.worker.watchdog import Watchdog
 from shared.backoff import Backoff
 from shared.broker.base import Broker
-from shared.errors import KernelError, TransientError
+from shared.errors import KernelError, RequestError, TransientError
 from shared.messages import Step
 from shared.model.config import ModelConfig
 from shared.model.kv_cache import SequenceCache
@@ -108,6 +108,7 @@ class Worker:
         self._layer_groups: dict[int, LayerGroup] = {}
         # By group, what the KV cache holds. Rows that are nowhere else stay, whatever the bound.
         self._max_positions: dict[int, int] | None = None if kv_pages is None else {}
+        self._running: Sequence[Slice] = ()  # in this turn
         self._group_order: list[int] = []  # the one that waits longest for a turn first
         self._broker = broker
         self._ledger = ledger
@@ -198,7 +199,7 @@ class Worker:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self._limits.kv_cache_bytes
+        return self._pool.max_bytes
 
     @property
     def num_pending(self) -> int:
@@ -209,13 +210,31 @@ class Worker:
         """Requests that had a turn lately."""
         return self._pool.num_active(since_s=self._clock() - within_s)
 
+    def reserve(self, num_bytes: int) -> None:
+        """Give memory of the KV cache to something else, for good; may be called within a turn.
+
+        Raises `RequestError` when so little would be left that requests could not run.
+        """
+        if self._max_positions is None:
+            return
+        left_bytes = self._pool.max_bytes - num_bytes
+        if left_bytes < MIN_KV_CACHE_BYTES:
+            raise RequestError(
+                f"the worker has no {num_bytes} bytes to spare",
+                remedy="give workers more: cellpipe worker --memory",
+            )
+        for group, max_positions in self._max_positions.items():
+            self._max_positions[group] = max_positions * left_bytes // self._pool.max_bytes
+        self._pool.max_bytes = left_bytes
+        self._pool.make_room([(p.group, p.request_id, p.end_position) for p in self._running])
+
     def serve_group(self, group: int, layer_group: LayerGroup) -> None:
         """Serve one more group from now on."""
         self._layer_groups[group] = layer_group
         self._group_order.append(group)
         if self._max_positions is not None:
             row_bytes = layer_group.new_cache().row_bytes
-            self._max_positions[group] = self._limits.kv_cache_bytes // row_bytes
+            self._max_positions[group] = self._pool.max_bytes // row_bytes
         self._consume(group)
 
     def drop_group(self, group: int) -> None:
@@ -302,6 +321,7 @@ class Worker:
         self._pool.make_room([(p.group, p.request_id, p.end_position) for p in slices])
         slices = self._readiness.ready(slices)
         self.stages.lap(PREPARE)
+        self._running = slices
         if not slices:
             return 0
         started_s = self._clock()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from shared.api.errors import ApiError
 from shared.api.model import ApiModel
 from shared.api.schema import MAX_CHOICES, ChatCompletion, Generation, Message, TextCompletion
+from shared.api.tools import Form, read_form, turns_of
 from shared.errors import RequestError
-from shared.messages import ChatMessage, SamplingParams
-from shared.text.prompt import chat_token_ids, check_token_ids, text_token_ids
+from shared.messages import SamplingParams
+from shared.text.constraint import GrammarError, check_grammar
+from shared.text.prompt import check_token_ids, conversation_token_ids, text_token_ids
 
 Kind = Literal["chat", "text"]
 
@@ -20,12 +23,13 @@ MAX_LOGPROBS = 400_000  # of one answer: 30 MB of JSON
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Prompts as token ids, and the sampling of each of their choices."""
+    """Prompts as token ids, the sampling of each of their choices, and what they must be."""
 
     kind: Kind
     prompts: tuple[tuple[int, ...], ...]
     samplings: tuple[SamplingParams, ...]
     n: int
+    form: Form
 
 
 def num_choices(body: Generation) -> int:
@@ -43,6 +47,7 @@ def read_ask(body: Generation, model: ApiModel, *, chat_tokens: int | None = Non
     `chat_tokens` is for a chat that names no limit, None for what the model holds.
     """
     check_model(body.model, model)
+    form = Form()
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is for stream: true", param="stream_options")
     for token_id, _ in body.logit_bias:
@@ -68,7 +73,12 @@ def read_ask(body: Generation, model: ApiModel, *, chat_tokens: int | None = Non
                     "only one of max_tokens and max_completion_tokens may be given",
                     param="max_tokens",
                 )
-            prompts: tuple[tuple[int, ...], ...] = (messages_token_ids(body.messages, model),)
+            form = read_form(body)
+            if form.response_format is not None:
+                _check_format(form)
+            prompts: tuple[tuple[int, ...], ...] = (
+                messages_token_ids(body.messages, model, form.tools),
+            )
             name, asked = "max_tokens", body.max_tokens
             if body.max_completion_tokens is not None:
                 name, asked = "max_completion_tokens", body.max_completion_tokens
@@ -99,7 +109,7 @@ def read_ask(body: Generation, model: ApiModel, *, chat_tokens: int | None = Non
             param="logprobs",
             code="invalid_value",
         )
-    return Ask(kind, prompts, samplings, n)
+    return Ask(kind, prompts, samplings, n, form)
 
 
 def check_model(name: str, model: ApiModel) -> None:
@@ -113,14 +123,26 @@ def check_model(name: str, model: ApiModel) -> None:
         )
 
 
-def messages_token_ids(messages: list[Message], model: ApiModel) -> tuple[int, ...]:
-    """Token ids of a conversation. Raises `RequestError`."""
-    turns = [
-        ChatMessage("system" if m.role == "developer" else m.role, m.content) for m in messages
-    ]
-    return chat_token_ids(
-        turns, model.tokenizer, model.chat_template, max_positions=model.max_positions
+def messages_token_ids(
+    messages: list[Message], model: ApiModel, tools: Sequence[dict[str, Any]] = ()
+) -> tuple[int, ...]:
+    """Token ids of a conversation. Raises `RequestError`, `ApiError`."""
+    return conversation_token_ids(
+        turns_of(messages),
+        model.tokenizer,
+        model.chat_template,
+        max_positions=model.max_positions,
+        tools=tools,
     )
+
+
+def _check_format(form: Form) -> None:
+    assert form.response_format is not None, "there is one to check"
+    try:
+        check_grammar(form.response_format)
+    except GrammarError as error:
+        param = "tools" if form.calls else "response_format"
+        raise ApiError(400, str(error), param=param, code="invalid_value") from None
 
 
 def _prompt_token_ids(prompt: str | tuple[int, ...], model: ApiModel) -> tuple[int, ...]:

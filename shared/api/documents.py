@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from shared.api.ask import Kind
 from shared.api.choice import Choice, Piece, Usage
 from shared.api.model import ApiModel
 from shared.text.logprobs import ShownToken, chat_entry, text_logprobs
+from shared.text.tool_calls import CallPart, joined_parts
 
 
 class Answered(Protocol):
@@ -62,6 +64,7 @@ class Chunks:
     """The chunks of one stream as JSON texts."""
 
     def __init__(self, answer: Answered, model: ApiModel, *, include_usage: bool) -> None:
+        self._completion_id = answer.completion_id
         self._answer = answer
         self._model = model
         self._is_chat = answer.kind == "chat"
@@ -75,11 +78,21 @@ class Chunks:
 
     def piece(self, piece: Piece) -> str:
         if self._is_chat:
-            return self._chunk(piece, {"delta": {"content": piece.text} if piece.text else {}})
+            delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+            if piece.calls:
+                delta["tool_calls"] = [
+                    self._call(piece.index, part) for part in joined_parts(piece.calls)
+                ]
+            return self._chunk(piece, {"delta": delta})
         return self._chunk(piece, {"text": piece.text})
 
     def usage(self, usage: Usage) -> str:
         return _dump({**self._head, "choices": [], "usage": _usage(usage)})
+
+    def _call(self, choice: int, part: CallPart) -> dict[str, Any]:
+        if not part.name:
+            return {"index": part.index, "function": {"arguments": part.arguments}}
+        return {"index": part.index, **_tool_call(self._completion_id, choice, part)}
 
     def _chunk(self, piece: Piece, content: dict[str, Any]) -> str:
         # Those of the tokens that begin in the piece; none in one that only opens or ends.
@@ -102,8 +115,25 @@ def _head(answer: Answered, kind: str, model: ApiModel) -> dict[str, Any]:
 def _content(answer: Answered, whole: Piece) -> dict[str, Any]:
     if answer.kind == "text":
         return {"index": whole.index, "text": whole.text}
-    message = {"role": "assistant", "content": whole.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+    if whole.calls:
+        message["content"] = whole.text or None
+        message["tool_calls"] = [
+            _tool_call(answer.completion_id, whole.index, part)
+            for part in joined_parts(whole.calls)
+        ]
     return {"index": whole.index, "message": message}
+
+
+def _tool_call(completion_id: str, choice: int, part: CallPart) -> dict[str, Any]:
+    """Its id depends on its place alone, so that whoever reads it again finds the same."""
+    place = f"{completion_id}-{choice}-{part.index}".encode()
+    name = hashlib.blake2b(place, digest_size=12, person=b"cellpipe-call").hexdigest()
+    return {
+        "id": f"call_{name}",
+        "type": "function",
+        "function": {"name": part.name, "arguments": part.arguments},
+    }
 
 
 def _logprobs(answer: Answered, tokens: list[ShownToken], model: ApiModel) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -74,6 +74,12 @@ def _as_content(value: Any) -> Any:
     return "".join(part["text"] for part in value)
 
 
+def _as_tool_choice(value: Any) -> Any:
+    if value in TOOL_CHOICES or isinstance(value, dict):
+        return value
+    raise PydanticCustomError("tool_choice", f"must be {', '.join(TOOL_CHOICES)} or a function")
+
+
 def _as_prompts(value: Any) -> Any:
     """A prompt, or a list of them: each a text or a list of token ids."""
     if isinstance(value, str) or _is_token_ids(value):
@@ -124,6 +130,7 @@ def _finite(value: float) -> float:
     return value
 
 
+TOOL_CHOICES = ("none", "auto", "required")
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 _TOKENS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 
@@ -178,6 +185,11 @@ Content = Annotated[
             ]
         }
     ),
+]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | dict[str, Any],
+    BeforeValidator(_as_tool_choice),
+    WithJsonSchema({"anyOf": [{"type": "string", "enum": list(TOOL_CHOICES)}, {"type": "object"}]}),
 ]
 Prompts = Annotated[
     tuple[str | tuple[int, ...], ...],

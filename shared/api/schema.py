@@ -27,12 +27,14 @@ from shared.api.fields import (
     Peers,
     Prompts,
     Stops,
+    ToolChoice,
     check_refused,
     refused,
 )
 from shared.logprobs import MAX_TOP_LOGPROBS
 from shared.messages import MAX_SEED, MAX_TOKENS_LIMIT
 from shared.sampling_params import MAX_BIASES, MAX_PENALTY, MAX_REPETITION, MIN_REPETITION
+from shared.text.response_format import MAX_FUNCTIONS
 
 MAX_CHOICES = 32
 MAX_MESSAGES = 4096
@@ -68,15 +70,55 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, Peers(True, False, False)] = refused(False)
 
 
+class CalledFunction(Body):
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    arguments: str = ""
+
+
+class ToolCall(Body):
+    """A call that the model made earlier."""
+
+    id: Annotated[str, Field(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Annotated[int | None, Peers(False, False, True, "no effect")] = None
+
+
 class Message(Body):
-    role: Annotated[Literal["system", "developer", "user", "assistant"], _BOTH]
-    content: Annotated[Content, _BOTH]
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], _BOTH]
+    content: Annotated[
+        Content | None, Peers(True, True, True, "may be absent beside `tool_calls`")
+    ] = None
     name: Annotated[Any, Peers(True, True, True)] = refused()
     refusal: Annotated[Any, Peers(True, False, False)] = refused()
     audio: Annotated[Any, Peers(True, False, False)] = refused()
     annotations: Annotated[Any, Peers(True, False, False)] = refused([])
-    tool_calls: Annotated[Any, Peers(True, True, True)] = refused([])
+    tool_calls: Annotated[
+        list[ToolCall] | None,
+        Field(max_length=MAX_FUNCTIONS),
+        Peers(True, True, True, "of role `assistant`"),
+    ] = None
+    tool_call_id: Annotated[
+        str | None, Field(max_length=256), Peers(True, True, True, "of role `tool`")
+    ] = None
     function_call: Annotated[Any, Peers(True, False, False)] = refused()
+
+
+class ToolFunction(Body):
+    name: Annotated[str, Field(max_length=64), Peers(True, True, True, "letters, digits, - and _")]
+    description: Annotated[str | None, _BOTH] = None
+    parameters: Annotated[
+        dict[str, Any] | None, Peers(True, True, True, "JSON schema; default: none")
+    ] = None
+    strict: Annotated[
+        bool | None,
+        Peers(True, False, False, "a forced call is held to its schema either way"),
+    ] = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: ToolFunction
 
 
 Penalty = Annotated[Number | None, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
@@ -156,10 +198,22 @@ class ChatCompletion(Generation):
         Field(ge=0, le=MAX_TOP_LOGPROBS),
         Peers(True, True, True, "only with `logprobs: true`"),
     ] = None
-    response_format: Annotated[Any, Peers(True, True, True)] = refused({"type": "text"})
-    tools: Annotated[Any, Peers(True, True, True)] = refused([])
-    tool_choice: Annotated[Any, Peers(True, True, True)] = refused("none", "auto")
-    parallel_tool_calls: Annotated[Any, Peers(True, True, True)] = refused(True, False)
+    response_format: Annotated[
+        dict[str, Any] | None,
+        Peers(True, True, True, "`text`, `json_object`, `json_schema`; see below"),
+    ] = None
+    tools: Annotated[
+        list[Tool] | None,
+        Field(max_length=MAX_FUNCTIONS),
+        Peers(True, True, True, "functions; see below"),
+    ] = None
+    tool_choice: Annotated[
+        ToolChoice | None,
+        Peers(True, True, True, "or the function that must be called"),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Peers(True, True, True, "false: one call at most")
+    ] = None
     functions: Annotated[Any, Peers(True, False, False)] = refused([])
     function_call: Annotated[Any, Peers(True, False, False)] = refused("none")
     modalities: Annotated[Any, Peers(True, False, False)] = refused(["text"])

@@ -18,6 +18,7 @@ from shared.messages import FinishReason, SamplingParams
 from shared.store.connection import Argument
 from shared.store.ledger_base import MAX_ERROR_CHARS
 from shared.store.ledger_types import Event, FinalEvent, LedgerRecord, RequestState, TokenEvent
+from shared.text.response_format import read_response_format
 
 _DEFAULTS = asdict(SamplingParams())
 _RARE = (
@@ -50,6 +51,9 @@ def flat_fields(record: LedgerRecord) -> list[Argument]:
         "error_code": record.error_code,
         "error_param": record.error_param,
     }
+    if record.response_format is not None:
+        document = record.response_format.document()
+        fields["response_format"] = json.dumps(document, ensure_ascii=False)
     return [part for field in fields.items() for part in field]
 
 
@@ -112,6 +116,9 @@ def read_record(request_id: str, fields: Mapping[str, bytes]) -> LedgerRecord:
             num_cached=int(fields.get("num_cached", b"0")),
             error_code=_text(fields.get("error_code", b"")),
             error_param=_text(fields.get("error_param", b"")),
+            response_format=read_response_format(json.loads(fields["response_format"]))
+            if "response_format" in fields
+            else None,
         )
     except (KeyError, ValueError, TypeError, CellpipeError) as error:
         raise DecodeError(f"the ledger of request {request_id} cannot be read: {error}") from error

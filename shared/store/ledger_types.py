@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason, SamplingParams
+from shared.text.response_format import ResponseFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class LedgerRecord:
     there when it started: it shares them with other requests. `deadline_unix_ms` 0 means none.
     `error` is for people; `error_code`, an `ErrorCode`, and `error_param`, the field of the request
     at fault, are for programs.
+    `response_format` is what the answer must be, None for text.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class LedgerRecord:
     num_cached: int = 0
     error_code: str = ""
     error_param: str = ""
+    response_format: ResponseFormat | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -12,16 +12,19 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.filters import do_format
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import ErrorCode, ModelError, RequestError
 from shared.messages import ChatMessage
+from shared.text.response_format import CALL_BEGIN
+from shared.text.tools import Turn
 
 MAX_TEMPLATE_CHARS = 1 << 16
 MAX_PROMPT_CHARS = 1 << 22
@@ -157,24 +160,40 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         try:
             self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"the chat template cannot be read: {error!s:.200}") from error
         self.source = source
+        # Of those that know tools, only what has the calls written as they are looked for.
+        self.knows_tools = "tools" in names and CALL_BEGIN in source
         self._names = {"bos_token": bos_token, "eos_token": eos_token}
 
     def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+        """`render_turns` of messages of text."""
+        turns = [{"role": m.role, "content": m.content} for m in messages]
+        return self.render_turns(turns, add_generation_prompt=add_generation_prompt)
+
+    def render_turns(
+        self,
+        turns: Sequence[Turn],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The prompt text of a conversation, open for the assistant's turn if asked.
 
-        Raises `RequestError` when the template refuses the messages, fails on them, or prints more
-        than `MAX_PROMPT_CHARS`.
+        `tools` are for templates that know them. Raises `RequestError` when the template refuses
+        the messages, fails on them, or prints more than `MAX_PROMPT_CHARS`.
         """
-        turns = [{"role": m.role, "content": m.content} for m in messages]
         pieces: list[str] = []
         num_chars = 0
         self._environment.begin()
         try:
             for piece in self._template.generate(
-                messages=turns, add_generation_prompt=add_generation_prompt, **self._names
+                messages=list(turns),
+                tools=list(tools) or None,  # as Hugging Face has it
+                add_generation_prompt=add_generation_prompt,
+                **self._names,
             ):
                 num_chars += len(piece)
                 if num_chars > MAX_PROMPT_CHARS:

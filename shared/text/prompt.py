@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shared.errors import ErrorCode, RequestError
 from shared.messages import ChatMessage
 from shared.text.chat_template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
+from shared.text.tools import Turn, turns_in_words
 
 
 def chat_token_ids(
@@ -17,10 +19,25 @@ def chat_token_ids(
     *,
     max_positions: int,
 ) -> tuple[int, ...]:
+    """Token ids of messages of text, as `conversation_token_ids`."""
+    turns = [{"role": m.role, "content": m.content} for m in messages]
+    return conversation_token_ids(turns, tokenizer, chat_template, max_positions=max_positions)
+
+
+def conversation_token_ids(
+    turns: Sequence[Turn],
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    *,
+    max_positions: int,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> tuple[int, ...]:
     """Token ids of a conversation, open for the assistant's turn.
 
-    Raises `RequestError` when the model has no chat template, the template refuses, or the text is
-    too long for `max_positions` whatever its tokens are.
+    They are those of Hugging Face's template and tokenizer, but for names of control tokens in what
+    users wrote, which are ordinary characters. A template that knows no tools is told of them in
+    words. Raises `RequestError` when the model has no chat template, the template refuses, or the
+    text is too long for `max_positions` whatever its tokens are.
     """
     if chat_template is None:
         raise RequestError(
@@ -28,9 +45,21 @@ def chat_token_ids(
             remedy="send a prompt instead",
             param="messages",
         )
-    text = chat_template.render(messages, add_generation_prompt=True)
+    if not chat_template.knows_tools:
+        turns, tools = turns_in_words(turns, tools), ()
+    guard, written = tokenizer.guard, [turns, tools]
+    if not guard.finds_any(written):
+        text = chat_template.render_turns(turns, tools=tools)
+        _check_length(text, tokenizer, max_positions, param="messages")
+        return tuple(tokenizer.encode(text, parse_special=True))
+    mark = guard.free_mark([written, chat_template.source])
+    turns, tools = guard.marked(turns, mark), guard.marked(tools, mark)
+    text = chat_template.render_turns(turns, tools=tools)
     _check_length(text, tokenizer, max_positions, param="messages")
-    return tuple(tokenizer.encode(text, parse_special=True))
+    token_ids: list[int] = []
+    for piece, is_special in guard.pieces(text, mark):
+        token_ids += tokenizer.encode(piece, parse_special=is_special)
+    return tuple(token_ids)
 
 
 def text_token_ids(text: str, tokenizer: Tokenizer, *, max_positions: int) -> tuple[int, ...]:

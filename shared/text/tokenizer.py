@@ -8,13 +8,15 @@ Format: https://github.com/huggingface/tokenizers (models/bpe, `Tokenizer.from_s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
 from shared.errors import ModelError, RequestError
+from shared.text.guard import Guard
+from shared.text.token_bytes import token_table
 from shared.text.vocabulary import TokenType, Vocabulary
 
 DAMAGED_REMEDY = "the model file is damaged or its converter failed; fetch another"
@@ -47,7 +49,9 @@ class Tokenizer:
             self.add_bos = bool(document["add_bos"])
             self.bos_token_id: int | None = document["bos_token_id"]
             self.eos_token_id: int | None = document["eos_token_id"]
-            self._token_bytes, self._special_ids = _token_bytes(document["tokenizer"])
+            model, added = document["tokenizer"]["model"], document["tokenizer"]["added_tokens"]
+            table = self.token_table = token_table(model["vocab"], added)
+            self._token_bytes, self._special_ids = table.tokens, table.special_ids
         except Exception as error:
             raise ModelError(
                 f"the tokenizer cannot be read: {error!s:.200}", remedy=DAMAGED_REMEDY
@@ -95,6 +99,11 @@ class Tokenizer:
     def special_token_ids(self) -> frozenset[int]:
         """Ids of control tokens, which text output leaves out."""
         return self._special_ids
+
+    @cached_property
+    def guard(self) -> Guard:
+        """Tells the names of control tokens in what users wrote from those of templates."""
+        return Guard(self.token_text(token_id) for token_id in sorted(self._special_ids))
 
     def encode(self, text: str, *, parse_special: bool, add_bos: bool = False) -> list[int]:
         """Token ids of a text.
@@ -208,33 +217,3 @@ def _added_token(token_id: int, content: str, *, special: bool) -> dict[str, Any
         "normalized": False,
         "special": special,
     }
-
-
-def _token_bytes(document: dict[str, Any]) -> tuple[list[bytes], frozenset[int]]:
-    """The bytes of every token by id, and the ids of the special ones."""
-    vocab: dict[str, int] = document["model"]["vocab"]
-    added: list[dict[str, Any]] = document["added_tokens"]
-    tokens: list[bytes] = [b""] * len(vocab)
-    for text, token_id in vocab.items():
-        tokens[token_id] = _undo_byte_level(text)
-    for token in added:
-        tokens[token["id"]] = str(token["content"]).encode()
-    return tokens, frozenset(token["id"] for token in added if token["special"])
-
-
-def _undo_byte_level(text: str) -> bytes:
-    try:
-        return bytes(_BYTE_OF[char] for char in text)
-    except KeyError:
-        return text.encode()  # not written in the byte alphabet: it stands for itself
-
-
-def _byte_alphabet(visible: Iterable[range]) -> dict[str, int]:
-    """GPT-2's alphabet: a visible Latin-1 character is its own byte, the other bytes follow in
-    order from U+0100 on."""
-    own = [byte for part in visible for byte in part]
-    others = [byte for byte in range(256) if byte not in set(own)]
-    return {chr(byte): byte for byte in own} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet((range(0x21, 0x7F), range(0xA1, 0xAD), range(0xAE, 0x100)))

@@ -30,6 +30,7 @@ from shared.store.ledger_types import (
     Unknown,
 )
 from shared.store.memory_ledger import MemoryLedger
+from shared.text.response_format import json_format
 from tests.contract.conftest import open_stores
 
 RECORD = LedgerRecord(
@@ -62,12 +63,17 @@ def test_a_record_keeps_what_few_requests_ask_for(ledger: RequestLedger) -> None
         seed=1, min_p=0.1, frequency_penalty=-0.5, presence_penalty=2.0, repetition_penalty=1.1,
         logit_bias=((3, -100.0), (7, 0.5)), logprobs=0,
     )  # fmt: skip
-    assert ledger.admit(dataclasses.replace(RECORD, request_id="other", sampling=sampling))
+    wanted = json_format({"type": "object", "properties": {"größe": True}}, "")
+    asked = dataclasses.replace(
+        RECORD, request_id="other", sampling=sampling, response_format=wanted
+    )
+    assert ledger.admit(asked)
 
     record = ledger.get("other")
 
     assert record is not None
     assert record.sampling == sampling
+    assert record.response_format == wanted
 
 
 def test_log_probabilities_stay_with_their_tokens(ledger: RequestLedger) -> None:

@@ -117,7 +117,7 @@ def test_a_cluster_without_a_scheduler_is_not_ready_and_refuses_after_a_while(
         assert (status, answer["reason"]) == (503, "no scheduler runs")
         seen = server.stream(CHAT, {**BODY, "stream": True}).read_some(700)
         assert seen.startswith(b"id: "), "it can be resumed before its first token"
-        assert b"\n\n: keep-alive\n\n" in seen
+        assert b"\n\n: keep-alive\n: keep-alive\n" in seen
         wait = threading.Event()
         for _ in range(40):
             with pytest.raises(openai.APIError) as refused:

@@ -20,6 +20,7 @@ from shared.messages import (
     Step,
     Token,
 )
+from shared.text.response_format import calls_format, json_format, read_function
 
 STEP = Step(
     request_id="req-1",
@@ -114,6 +115,14 @@ EXAMPLES: dict[str, Message] = {
             repetition_penalty=1.1,
             logit_bias=((5, -100.0), (258, 1.5)),
         ),
+    ),
+    "request.v1.response_format": Request(
+        "req-9", prompt="Hello", response_format=json_format({"type": ["object", "null"]}, "")
+    ),
+    "request.v1.calls": Request(
+        "req-10",
+        token_ids=(1,),
+        response_format=calls_format([read_function("f", None, "")], parallel=True),
     ),
     "request.v1.logprobs": Request("req-9", prompt="Hello", sampling=SamplingParams(logprobs=20)),
     "token.v1": Token("req-6", 3, 258, " wörld"),

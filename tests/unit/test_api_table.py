@@ -11,6 +11,7 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import (
     ChatCompletionAssistantMessageParam,
     ChatCompletionStreamOptionsParam,
+    ChatCompletionToolMessageParam,
     ChatCompletionUserMessageParam,
 )
 from openai.types.chat import completion_create_params as chat_params
@@ -19,10 +20,17 @@ from pydantic.fields import FieldInfo
 from services.gateway.openapi import BODIES
 from services.gateway.table import page_with_tables, tables
 from shared.api.fields import Peers
-from shared.api.schema import Body, ChatCompletion, Message, StreamOptions, TextCompletion
+from shared.api.schema import (
+    Body,
+    ChatCompletion,
+    Message,
+    StreamOptions,
+    TextCompletion,
+    ToolFunction,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-EVERY_BODY = [*BODIES.values(), Message, StreamOptions]
+EVERY_BODY = [*BODIES.values(), Message, StreamOptions, ToolFunction]
 
 
 def test_the_page_about_the_api_is_that_of_the_schema() -> None:
@@ -58,7 +66,8 @@ def test_a_field_that_does_not_say_what_others_do_has_no_row(
         (TextCompletion, [text_params.CompletionCreateParamsBase,
                           text_params.CompletionCreateParamsStreaming]),
         (StreamOptions, [ChatCompletionStreamOptionsParam]),
-        (Message, [ChatCompletionUserMessageParam, ChatCompletionAssistantMessageParam]),
+        (Message, [ChatCompletionUserMessageParam, ChatCompletionAssistantMessageParam,
+                   ChatCompletionToolMessageParam]),
     ],
 )  # fmt: skip
 def test_openais_column_is_what_its_client_takes(body: type[Body], theirs: list[Any]) -> None:

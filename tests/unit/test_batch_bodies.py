@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ MODEL = rig_api_model()
 
 def line_of(url: Any, body: Any, method: Any = "POST", **reading: Any) -> Line:
     text = json.dumps({"custom_id": "a", "url": url, "method": method, "body": body})
-    return read_line(ENTRY, text.encode(), Reading(MODEL, **reading))
+    return read_line(ENTRY, text.encode(), Reading(**{"model": MODEL, **reading}))
 
 
 def chat(**body: Any) -> tuple[Request, ...]:
@@ -83,6 +84,25 @@ def test_a_line_may_shape_logits_and_ask_for_their_probabilities() -> None:
     assert (shaped.sampling.min_p, shaped.sampling.logit_bias) == (0.1, ((7, 5.0),))
     assert (shaped.sampling.presence_penalty, shaped.sampling.logprobs) == (-0.5, 0)
     assert told.sampling.logprobs == 5
+
+
+def test_a_line_may_ask_for_all_that_http_serves() -> None:
+    schema = {"type": "object", "required": ["a"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "look"}}
+
+    (shaped,) = chat(min_p=0.1, presence_penalty=-0.5, logit_bias={"7": 5}, logprobs=True)
+    (formed,) = chat(response_format=wanted)
+    line = line_of(
+        CHAT_URL, {"messages": MESSAGES, "tools": [tool]}, model=replace(MODEL, max_positions=4096)
+    )
+
+    assert (shaped.sampling.min_p, shaped.sampling.logit_bias) == (0.1, ((7, 5.0),))
+    assert shaped.sampling.logprobs == 0
+    assert formed.response_format is not None
+    assert formed.response_format.schema == schema
+    assert line.ask is not None
+    assert line.ask.form.functions == ("look",)
 
 
 def test_a_stream_is_not_for_a_batch() -> None:

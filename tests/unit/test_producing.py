@@ -45,6 +45,28 @@ EDGES: dict[str, list[Any]] = {
     "deadline_unix_ms": [0, 1, -1, 2**53 - 1, 2**53, None, True, "1", 1.5],
     "stream": [True, False, None, 0, "true"],
     "sampling": [{}, None, [], {"unknown": 1}, 1],
+    "response_format": [
+        None, {}, [], "json_object", {"type": "text"}, {"type": "json_object"}, {"type": "xml"},
+        {"type": "json_object", "schema": {}}, {"type": "json_schema"}, {"type": None},
+        *[
+            {"type": "json_schema", "json_schema": value}
+            for value in (
+                None, {}, {"schema": {"type": "object"}}, {"schema": True}, {"schema": None},
+                {"schema": 1}, {"schema": {}, "strict": None}, {"schema": {}, "strict": 1},
+                {"schema": {}, "name": "n"}, {"schema": {}, "more": 1},
+            )
+        ],
+        *[
+            {"type": "tool_calls", "functions": value}
+            for value in (
+                None, [], {}, [1], [{}], [{"name": "f"}], [{"name": "f g"}], [{"name": 1}],
+                [{"name": "f", "parameters": {}}], [{"name": "f", "parameters": None}],
+                [{"name": "f", "parameters": 1}], [{"name": "f", "more": 1}],
+            )
+        ],
+        {"type": "tool_calls", "functions": [{"name": "f"}], "parallel": True},
+        {"type": "tool_calls", "functions": [{"name": "f"}], "parallel": 1},
+    ],
     "unknown": [None, 1, [], {}],
 }  # fmt: skip
 SAMPLING_EDGES: dict[str, list[Any]] = {
