@@ -202,3 +202,20 @@ def test_processors_of_a_draw_that_came_to_nothing_are_not_used_again() -> None:
 
     assert shaping.take(replace(step, position=step.position + 2)) is again
     assert shaping.take(replace(step, position=step.position + 2)) is not again
+
+
+@pytest.mark.parametrize("change", [{"position": 3}, {"position": 1}, {"position": 2, "epoch": 1}])
+def test_processors_that_stand_elsewhere_are_made_anew(change: dict[str, int]) -> None:
+    rig = Rig(1)
+    step = rig.start("r", PROMPT, SHAPED)
+    rig.ledger.commit("r", 0, step.end_position, [5, 6, 7])
+    pool = SequencePool(lambda _: rig.layer_group(0).new_cache(), None, max_bytes=0)
+    pool.get(0, "r", now_s=0.0)
+    shaping = Shaping(pool, rig.ledger, 0, processors_of)
+    kept = shaping.take(step)
+    assert kept is not None
+    shaping.keep(step, kept, [5, 6])
+
+    other = replace(step, **{**change, "position": step.position + change["position"]})  # type: ignore[arg-type]
+
+    assert shaping.take(other) is not kept
