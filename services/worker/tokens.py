@@ -17,7 +17,7 @@ from services.worker.shaping import Shaping
 from services.worker.stages import COMPUTE, REDIS, Stages
 from services.worker.steps import following_step
 from services.worker.verdict import finish_reason
-from shared.errors import DecodeError, RequestError, StoreDamaged
+from shared.errors import DecodeError, ModelError, RequestError, StoreDamaged
 from shared.logprobs import TokenLogprobs
 from shared.messages import Step
 from shared.model.layer_group import LayerGroup
@@ -26,6 +26,9 @@ from shared.model.logprobs import token_logprobs
 from shared.model.sampling import sample
 from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import AlreadyCommitted, Commit, CommitResult, Committed
+
+# A record that cannot be read, a form that cannot be kept, no vocabulary to keep it with.
+_ITS_OWN = (StoreDamaged, DecodeError, RequestError, ModelError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ def sample_and_commit(
             if processors is None:
                 continue
             commit = _draw(step, piece.draft, row, processors)
-        except (StoreDamaged, DecodeError, RequestError) as error:  # of this request alone
+        except _ITS_OWN as error:  # of this request alone
             outcomes[number] = OutOfOrder(str(error))
             continue
         drawn.append((number, commit, processors))
