@@ -148,6 +148,7 @@ class Rig:
         layer_groups: dict[int, Any] | None = None,
         faults: Any = None,
         worker_id: str | None = None,
+        make_processors: Any = None,
     ) -> Worker:
         """A worker of `groups`; each of its parts may be replaced by one that fails."""
         broker = broker or self.new_broker()
@@ -168,7 +169,8 @@ class Rig:
             membership=None if self._embedded else membership,
             limits=limits or self.limits,
             faults=faults,
-            make_processors=processors_with(
+            make_processors=make_processors
+            or processors_with(
                 Grammars(lambda: rig_tokenizer().token_table, self.config.eos_token_ids)
             ),
             clock=self.clock,

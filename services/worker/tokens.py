@@ -17,7 +17,14 @@ from services.worker.shaping import Shaping
 from services.worker.stages import COMPUTE, REDIS, Stages
 from services.worker.steps import following_step
 from services.worker.verdict import finish_reason
-from shared.errors import DecodeError, ErrorCode, RequestError, StoreDamaged
+from shared.errors import (
+    DecodeError,
+    ErrorCode,
+    ModelError,
+    PermanentError,
+    RequestError,
+    StoreDamaged,
+)
 from shared.logprobs import TokenLogprobs
 from shared.messages import Step
 from shared.model.layer_group import LayerGroup
@@ -26,6 +33,9 @@ from shared.model.logprobs import token_logprobs
 from shared.model.sampling import sample
 from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import AlreadyCommitted, Commit, CommitResult, Committed
+
+# A record that cannot be read, a form that cannot be kept, no vocabulary to keep it with.
+_ITS_OWN = (StoreDamaged, DecodeError, RequestError, ModelError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +89,8 @@ def sample_and_commit(
             if processors is None:
                 continue
             commit = _draw(step, piece.draft, logits.values[mine], logits.largest[mine], processors)
-        except (StoreDamaged, DecodeError, RequestError) as error:  # of this request alone
-            code = error.code if isinstance(error, RequestError) else ErrorCode.LOST
-            outcomes[number] = OutOfOrder(str(error), code)
+        except _ITS_OWN as error:  # of this request alone
+            outcomes[number] = OutOfOrder(str(error), _code_of(error))
             continue
         drawn.append((number, commit, processors))
     stages.lap(COMPUTE)
@@ -92,6 +101,16 @@ def sample_and_commit(
         if isinstance(outcome, GoOn) and tuple(outcome.token_ids) == tuple(commit.token_ids):
             shaping.keep(pieces[number].pending.step, processors, commit.token_ids)
     return outcomes
+
+
+def _code_of(error: PermanentError) -> ErrorCode:
+    match error:
+        case RequestError():
+            return error.code
+        case ModelError():
+            return ErrorCode.FAILED
+        case _:
+            return ErrorCode.LOST
 
 
 def _outcome(piece: Slice, commit: Commit, result: CommitResult | StoreDamaged) -> Outcome:

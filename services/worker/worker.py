@@ -220,7 +220,7 @@ class Worker:
         left_bytes = self._pool.max_bytes - num_bytes
         if left_bytes < MIN_KV_CACHE_BYTES:
             raise RequestError(
-                f"the worker has no {num_bytes} bytes to spare",
+                f"the worker has no {num_bytes} bytes to spare beside its rows: --memory is small",
                 remedy="give workers more: cellpipe worker --memory",
             )
         for group, max_positions in self._max_positions.items():

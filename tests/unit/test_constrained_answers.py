@@ -13,16 +13,18 @@ import pytest
 
 from services.scheduler.admission import first_step
 from services.worker.limits import MIN_KV_CACHE_BYTES
-from services.worker.shaping import processors_of
+from services.worker.shaping import processors_of, processors_with
 from shared import codec
-from shared.errors import RequestError, StoreUnavailable
+from shared.errors import ErrorCode, RequestError, ShardError, StoreUnavailable
 from shared.messages import FinishReason, Request, SamplingParams, Step
+from shared.text.constraint import Grammars
 from shared.text.response_format import (
     ResponseFormat,
     calls_format,
     read_function,
     read_response_format,
 )
+from shared.text.token_bytes import TokenTable
 from tests.faults import CALLS, Crash, LosableBroker, LossyBroker, Tripwire
 from tests.rig import Rig
 from tests.rig_model import GREEDY, SAMPLED, prompt_of, rig_tokenizer
@@ -222,6 +224,26 @@ def test_a_form_that_cannot_be_kept_ends_its_request_alone() -> None:
     assert end.finish_reason is FinishReason.ERROR
     assert "the format" in end.error
     assert not rig.record("bad").num_generated > 1
+
+
+def test_a_vocabulary_that_is_damaged_ends_what_needs_it_alone() -> None:
+    def read_table() -> TokenTable:
+        raise ShardError("shard tokenizer is short")
+
+    rig = Rig(1)
+    rig.add_worker(0, make_processors=processors_with(Grammars(read_table, [2])))
+    rig.add_scheduler()
+    prompt, params = ASKED["greedy"]
+    submit(rig)
+    rig.submit(Request("plain", token_ids=prompt, sampling=params))
+
+    rig.run_until_quiet()
+
+    assert rig.record("plain").finish_reason is not FinishReason.ERROR
+    for request_id in ASKED:
+        assert rig.record(request_id).error == "shard tokenizer is short"
+        assert rig.record(request_id).error_code == ErrorCode.FAILED
+    assert rig.num_crashes == 0
 
 
 def test_what_grammars_need_is_taken_from_the_rows() -> None:
