@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.logprobs import TokenLogprobs
-from shared.text.detokenizer import Detokenizer
 from shared.text.tokenizer import Tokenizer
 
 
@@ -22,20 +21,6 @@ class ShownToken:
     token_id: int
     offset: int
     logprobs: TokenLogprobs
-
-
-def shown_tokens(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer
-) -> list[ShownToken]:
-    """Those of a whole answer: not a control token that ends it."""
-    detokenizer = Detokenizer(tokenizer)
-    found: list[ShownToken] = []
-    num_chars = 0
-    for token_id, each in zip(token_ids, logprobs, strict=True):
-        found.append(ShownToken(token_id, num_chars, each))
-        num_chars += len(detokenizer.feed([token_id]))
-    num_chars += len(detokenizer.finish())
-    return [token for token in found if token.offset < num_chars]
 
 
 def chat_logprobs(tokens: Sequence[ShownToken], tokenizer: Tokenizer) -> dict[str, Any]:

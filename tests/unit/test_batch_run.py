@@ -19,7 +19,9 @@ from services.worker.worker import Worker
 from shared.errors import ConfigError, TransientError
 from shared.messages import FinishReason
 from shared.producer import Producer
+from shared.text.chat_template import ChatTemplate
 from shared.topology import BATCH_QUEUE
+from tests.gguf_files import CHAT_TEMPLATE
 from tests.rig import Rig
 from tests.rig_model import rig_api_model, rig_tokenizer
 
@@ -49,6 +51,7 @@ class Batch:
             "".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines)
         )
         self.submitted: list[str] = []
+        self.model = rig_api_model()
 
     def run(
         self,
@@ -69,7 +72,7 @@ class Batch:
 
         producer.submit = counted  # type: ignore[method-assign]
         keys = [entry.key for entry in batch.entries]
-        reading = Reading(rig_api_model(), chat_tokens=8)
+        reading = Reading(self.model, chat_tokens=8)
         with closing(BatchOutput(self.output, keys, attempt=attempt)) as output:
             run = BatchRun(
                 producer,
@@ -209,6 +212,34 @@ def test_stop_strings_and_several_choices_are_as_by_http(tmp_path: Path) -> None
     (record,) = [batch.rig.ledger.get(i) for i in batch.submitted if "-c" not in i][2:3]
     assert record is not None
     assert record.finish_reason is FinishReason.ABORT, "nobody wants what comes after it"
+
+
+def test_forms_and_calls_are_as_by_http(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": schema | {"additionalProperties": False}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": [{}]}}}
+    lines = [
+        chat_line("form", max_tokens=60, response_format=wanted),
+        chat_line(
+            "call", max_tokens=180, tools=[tool], tool_choice="required", parallel_tool_calls=False
+        ),
+    ]
+    batch = Batch(tmp_path, lines)
+    # In few words, as the tiny model holds few.
+    names = "{% if tools %}<tool_call> {{ tools[0].function.name }} {% endif %}"
+    batch.model = replace(batch.model, chat_template=ChatTemplate(names + CHAT_TEMPLATE))
+
+    batch.run()
+
+    (form,) = texts_of(batch.by_id()["form"])
+    (choice,) = batch.by_id()["call"]["response"]["body"]["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(form) == {"a": 1}
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {})
 
 
 def texts_of(line: dict[str, Any]) -> list[str]:
