@@ -36,9 +36,11 @@ from shared.errors import (
     PublishRefused,
     RequestError,
     StoreDamaged,
+    StoreUnavailable,
     TransientError,
 )
 from shared.messages import FinishReason, Reply, Request, SamplingParams
+from shared.outage import OUTAGE_PATIENCE_S, OnOutage, wait_out
 from shared.store.ledger import Ledger
 from shared.store.ledger_base import START, RequestLedger
 from shared.store.ledger_types import Event, FinalEvent, LedgerRecord, RequestState, TokenEvent
@@ -71,6 +73,8 @@ class Producer:
     `pause` is what `events` does after each read, given the request's id, so that the next one
     brings several tokens.
     `stream` and `result` need the model's `tokenizer`.
+    Whoever follows an answer waits `patience_s` for a store that does not answer, and goes on where
+    it was: `events`, `stream` and `result`. The others raise `StoreUnavailable` at once.
     """
 
     def __init__(
@@ -80,11 +84,13 @@ class Producer:
         *,
         tokenizer: Tokenizer | None = None,
         pause: Callable[[str], None] | None = None,
+        patience_s: float = OUTAGE_PATIENCE_S,
     ) -> None:
         self._broker = broker
         self._ledger = ledger
         self._tokenizer = tokenizer
         self._pause = pause
+        self._patience_s = patience_s
 
     def submit(self, request: Request, *, batch: bool = False, timeout_s: float = 10.0) -> str:
         """Hand a request over; when this returns, the broker has it and it will be answered.
@@ -115,18 +121,20 @@ class Producer:
         after: str = START,
         silence_s: float | None = None,
         on_silence: Callable[[], None] | None = None,
+        on_outage: OnOutage | None = None,
         deadline_unix_ms: int = 0,
     ) -> Iterator[Event]:
         """Yield a request's events after the event id `after`, ending with the final one.
 
         Calls `on_silence` about once a second while nothing comes, and raises `TransientError`
         after `silence_s` seconds of it, or when the request's deadline is over and its end, which
-        the scheduler then writes, does not come.
+        the scheduler then writes, does not come. Calls `on_outage` when the store stops answering,
+        and raises `StoreUnavailable` when it does not come back in time.
         """
         heard_s = time.monotonic()
         while True:
             block_ms = 1000 if silence_s is None else max(1, min(1000, int(silence_s * 1000)))
-            events = self._ledger.events(request_id, after, block_ms=block_ms)
+            events = self._read(request_id, after, block_ms, self._patience_s, on_outage)
             for event in events:
                 yield event
                 if isinstance(event, FinalEvent):
@@ -156,6 +164,7 @@ class Producer:
         *,
         silence_s: float | None = None,
         on_silence: Callable[[], None] | None = None,
+        on_outage: OnOutage | None = None,
     ) -> Iterator[str]:
         """Yield a request's text as it comes, in whole characters, from its beginning.
 
@@ -163,7 +172,9 @@ class Producer:
         request's own error when it failed, and what `events` does.
         """
         detokenizer = Detokenizer(self._require_tokenizer())
-        for event in self.events(request_id, silence_s=silence_s, on_silence=on_silence):
+        for event in self.events(
+            request_id, silence_s=silence_s, on_silence=on_silence, on_outage=on_outage
+        ):
             if isinstance(event, TokenEvent):
                 text = detokenizer.feed([event.token_id])
             else:
@@ -173,11 +184,18 @@ class Producer:
             if isinstance(event, FinalEvent) and event.finish_reason is FinishReason.ERROR:
                 raise PermanentError(event.error)
 
-    def result(self, request_id: str, *, timeout_s: float | None = None) -> Reply:
+    def result(
+        self,
+        request_id: str,
+        *,
+        timeout_s: float | None = None,
+        on_silence: Callable[[], None] | None = None,
+        on_outage: OnOutage | None = None,
+    ) -> Reply:
         """The whole answer, once there is one; a failure is in its `error`.
 
         Waits `timeout_s` for it, None for ever. Raises `TransientError` when it has not ended by
-        then, `StoreDamaged` when the store has lost tokens of it.
+        then, `StoreDamaged` when the store has lost tokens of it. The others are as of `events`.
         """
         tokenizer = self._require_tokenizer()
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -186,7 +204,8 @@ class Producer:
         while True:
             left_s = 1.0 if give_up_s is None else give_up_s - time.monotonic()
             block_ms = max(0, min(1000, int(left_s * 1000)))
-            events = self._ledger.events(request_id, after, block_ms=block_ms)
+            patience_s = self._patience_s if give_up_s is None else min(left_s, self._patience_s)
+            events = self._read(request_id, after, block_ms, patience_s, on_outage)
             for event in events:
                 if isinstance(event, FinalEvent):
                     return _reply_of(request_id, event, tokens, tokenizer)
@@ -194,6 +213,8 @@ class Producer:
                 after = event.event_id
             if not events and left_s <= 0:
                 self._raise_unfinished(request_id, len(tokens))
+            if not events and on_silence is not None:
+                on_silence()
 
     def new_events(self, after: Mapping[str, str]) -> dict[str, list[Event]]:
         """What has come of several requests after an event of each, without waiting for more."""
@@ -211,13 +232,32 @@ class Producer:
         """
         if self._ledger.finish(request_id, FinishReason.ABORT):
             return
-        if is_submitted and self._ledger.refuse(_aborted(request_id)):
+        if is_submitted and self._ledger.refuse(aborted_record(request_id)):
             return
         # A scheduler may have admitted it between the two.
         if not self._ledger.finish(request_id, FinishReason.ABORT) and not self.states(
             [request_id]
         ):
             raise RequestError(f"request {request_id} is not known")
+
+    def _read(
+        self,
+        request_id: str,
+        after: str,
+        block_ms: int,
+        patience_s: float,
+        on_outage: OnOutage | None,
+    ) -> list[Event]:
+        try:
+            return wait_out(
+                lambda: self._ledger.events(request_id, after, block_ms=block_ms),
+                patience_s=patience_s,
+                on_outage=on_outage,
+            )
+        except StoreUnavailable as error:
+            raise StoreUnavailable(
+                f"request {request_id} cannot be read: {error}", remedy=error.remedy
+            ) from error
 
     def _require_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -260,7 +300,7 @@ def open_producer(
             yield Producer(broker, Ledger(stores.meta), tokenizer=tokenizer)
 
 
-def _aborted(request_id: str) -> LedgerRecord:
+def aborted_record(request_id: str) -> LedgerRecord:
     """The record of a request that was cancelled before anybody looked at it."""
     return LedgerRecord(
         request_id=request_id,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.cli.answer import end_line, tell_of_outage, with_id
 from services.cli.generate import (
     MaxTokens,
     Seed,
@@ -24,7 +25,13 @@ from services.cli.generate import (
 )
 from services.cli.settings import DEFAULT_MODEL, load_config
 from services.cli.tree import EXIT_INTERRUPTED, app
-from shared.errors import ConfigError, PermanentError, RequestError, TransientError
+from shared.errors import (
+    ConfigError,
+    PermanentError,
+    RequestError,
+    StoreUnavailable,
+    TransientError,
+)
 from shared.messages import ChatMessage, FinishReason, Request, check_request_id
 
 if TYPE_CHECKING:
@@ -141,25 +148,40 @@ def _file_text(path: Path) -> str:
 
 
 def _follow(session: Session, request_id: str) -> None:
+    last = ""
+
+    def on_outage(_: StoreUnavailable) -> None:
+        tell_of_outage(last)
+
     try:
-        for text in session.producer.stream(request_id, on_silence=session.check):
+        for text in session.producer.stream(
+            request_id, on_silence=session.check, on_outage=on_outage
+        ):
             sys.stdout.write(text)
             sys.stdout.flush()
+            last = text
     except PermanentError:
         pass  # its reply says the same, after what there is of its text
+    except TransientError as error:
+        end_line(last, shown=True)
+        raise with_id(error, request_id) from error
     print(flush=True)
 
 
 def _reply(session: Session, request_id: str, *, wait: bool) -> Reply:
-    while True:
-        try:
-            return session.producer.result(request_id, timeout_s=1.0 if wait else 0.0)
-        except TransientError as error:
-            if not wait:
-                raise TransientError(
-                    str(error), remedy=f"wait for it: cellpipe result {request_id} --follow"
-                ) from error
-            session.check()
+    try:
+        return session.producer.result(
+            request_id,
+            timeout_s=None if wait else 0.0,
+            on_silence=session.check,
+            on_outage=lambda _: tell_of_outage(""),
+        )
+    except TransientError as error:
+        if wait:
+            raise with_id(error, request_id) from error
+        raise TransientError(
+            str(error), remedy=f"wait for it: cellpipe result {request_id} --follow"
+        ) from error
 
 
 def _reply_dict(reply: Reply) -> dict[str, object]:

@@ -16,7 +16,7 @@ from services.cli.settings import DEFAULT_MODEL, with_cluster_urls
 from shared.api.model import ApiModel
 from shared.broker.base import Broker
 from shared.config import Config
-from shared.errors import ConfigError, TransientError
+from shared.errors import ConfigError, StoreUnavailable, TransientError
 from shared.kernel.weights import KernelBackend
 from shared.producer import Producer
 from shared.store.connection import Stores, connect
@@ -31,11 +31,15 @@ NO_SCHEDULER_GRACE_S = 8.0  # more than a scheduler's presence lives without a h
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A producer and the model it speaks to. `check` raises if the pipeline has died."""
+    """A producer and the model it speaks to. `check` raises if the pipeline has died.
+
+    Of a cluster, an answer can be read by another process later: it `outlives_us`.
+    """
 
     producer: Producer
     model: ApiModel
     check: Callable[[], None]
+    outlives_us: bool = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -148,7 +152,7 @@ def _cluster_session(config: Config, model: str) -> Iterator[Session]:
             vocab_size=served.config.vocab_size,
             max_positions=served.config.max_position_embeddings,
         )
-        yield Session(producer, model_of_api, watch.check)
+        yield Session(producer, model_of_api, watch.check, outlives_us=True)
 
 
 class _SchedulerWatch:
@@ -159,8 +163,16 @@ class _SchedulerWatch:
         self._missing_since_s: float | None = None
 
     def check(self) -> None:
-        """Raise `TransientError` when no scheduler has lived for a while."""
-        if self._presence.schedulers():
+        """Raise `TransientError` when no scheduler has lived for a while.
+
+        While the store does not answer nothing is known of them, and they cannot tell that they
+        live: whoever reads the answer notices, and waits for it.
+        """
+        try:
+            is_served = bool(self._presence.schedulers())
+        except StoreUnavailable:
+            is_served = True
+        if is_served:
             self._missing_since_s = None
             return
         now_s = time.monotonic()
@@ -168,7 +180,7 @@ class _SchedulerWatch:
             self._missing_since_s = now_s
         if now_s - self._missing_since_s >= NO_SCHEDULER_GRACE_S:
             raise TransientError(
-                "no scheduler runs; the request stays in the queue until one does",
+                "no scheduler runs; what was asked stays in its queue until one does",
                 remedy="start one: cellpipe scheduler",
             )
 
