@@ -32,6 +32,7 @@ from services.cli.generate import (
 from services.cli.settings import DEFAULT_MODEL, load_config
 from services.cli.tree import app
 from shared.errors import CellpipeError, ConfigError
+from shared.logs import redact
 from shared.messages import ChatMessage, Request
 
 if TYPE_CHECKING:
@@ -167,9 +168,8 @@ def _take_turn(
     except ConfigError:
         raise
     except CellpipeError as error:
-        typer.echo(
-            f"{error}\n  {error.remedy or 'say it once more, or begin anew: /reset'}", err=True
-        )
+        remedy = error.remedy or "say it once more, or begin anew: /reset"
+        typer.echo(f"cellpipe: {redact(str(error))}\n  {redact(remedy)}", err=True)
     else:
         talk.answered(text, answer)
         typer.echo(answer.closing_line(), err=True)

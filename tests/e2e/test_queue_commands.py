@@ -64,6 +64,32 @@ def test_what_was_enqueued_is_answered_later(cluster: ProcessCluster, tmp_path: 
     assert "positions" in refused.stderr
 
 
+def test_what_nobody_takes_is_told_by_its_id_and_can_be_cancelled_in_its_queue(
+    amqp_url: str, fresh_redis_url: str, tmp_path: Path
+) -> None:
+    with ProcessCluster(amqp_url, fresh_redis_url, tmp_path) as cluster:
+        cluster.settings["CELLPIPE_CACHE_DIR"] = str(tmp_path)
+        loaded = cluster.run("load", str(write_gguf(tmp_path / "tiny.gguf")))
+        assert loaded.returncode == 0, loaded.stderr
+
+        asked = cluster.run("run", "--cluster", "--raw", "hello")
+        (request_id,) = re.findall(r"request (r-[0-9a-f]{24}): no scheduler runs", asked.stderr)
+        unknown = cluster.run("cancel", request_id)
+        cancelled = cluster.run("cancel", request_id, "--queued")
+        again = cluster.run("cancel", request_id, "--queued")
+        cluster.start("scheduler")
+        ended = json.loads(cluster.run("result", request_id, "--json", "--follow").stdout)
+
+    assert asked.returncode == 3
+    assert "start one: cellpipe scheduler" in asked.stderr
+    assert f"cellpipe result {request_id} --follow" in asked.stderr
+    assert unknown.returncode == 1
+    assert f"cellpipe cancel {request_id} --queued" in unknown.stderr
+    assert cancelled.stdout == f"{request_id} cancelled\n"
+    assert again.stdout == f"{request_id} had ended already (abort)\n"
+    assert (ended["finish_reason"], ended["token_ids"]) == ("abort", [])
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
