@@ -79,7 +79,7 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
     except KeyboardInterrupt:  # the second: nobody waits for the end any more
         end_line(answer.text, shown=echo)
         if session.outlives_us:
-            _tell(f"request {request.request_id} may run on: cellpipe cancel {request.request_id}")
+            tell(f"request {request.request_id} may run on: cellpipe cancel {request.request_id}")
         raise
     if echo and answer.text:
         print(flush=True)
@@ -154,10 +154,11 @@ def tell_of_outage(text: str) -> None:
     # On standard error: what is no part of the answer does not belong into a pipe.
     if text and not text.endswith("\n"):
         print(file=sys.stderr)
-    _tell("Redis does not answer; waiting")
+    tell("Redis does not answer; waiting")
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Say something on standard error, on a line of its own."""
     print(f"cellpipe: {text}", file=sys.stderr, flush=True)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.cli.answer import end_line, tell_of_outage, with_id
+from services.cli.answer import end_line, tell, tell_of_outage, with_id
 from services.cli.generate import (
     MaxTokens,
     Seed,
@@ -32,7 +34,7 @@ from shared.errors import (
     StoreUnavailable,
     TransientError,
 )
-from shared.messages import ChatMessage, FinishReason, Request, check_request_id
+from shared.messages import REQUEST_ID_PATTERN, ChatMessage, FinishReason, Request, check_request_id
 
 if TYPE_CHECKING:
     from services.cli.session import Session
@@ -81,6 +83,11 @@ def enqueue(
         raise ConfigError("give either a prompt or --file")
     if raw and system is not None:
         raise ConfigError("--system goes through the chat template, which --raw leaves out")
+    if request_id and not REQUEST_ID_PATTERN.match(request_id):
+        raise ConfigError(
+            f"--id must be 1-64 letters, digits, '-' or '_', and begin with a letter or digit, "
+            f"got {request_id!r:.80}"
+        )
     text = prompt_text(prompt) if file is None else _file_text(file)
     turns = conversation(system, [ChatMessage("user", text)])
     try:
@@ -103,26 +110,35 @@ def result(
     follow: Annotated[
         bool, typer.Option("--follow", help="Show the text as it comes, to its end.")
     ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.0, help="With --follow: seconds until it gives up; 0 is never.")
+    ] = 0.0,
     model: LoadedModel = DEFAULT_MODEL,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print the answer to a request. Exit code 3 when there is none yet, 1 when it failed.
 
-    Answers are kept for an hour. Ctrl-C stops reading, not the request.
+    Answers are kept for an hour. Ctrl-C stops reading, not the request; so does --timeout, with
+    exit code 3.
 
     Example: cellpipe result r-8f1d0c2ab94e77f3a1b2c3d4 --follow
     """
     from services.cli.session import open_session
 
     config = load_config(quiet=True)
+    if timeout:
+        check_timeout(timeout)
+        if not follow:
+            raise ConfigError("--timeout is how long --follow waits")
     try:
         check_request_id(request_id)
     except RequestError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"no request has such an id: {error}") from error
     with open_session(config, model=model, cluster=True, num_groups=1, num_threads=1) as session:
-        if follow and not as_json:
-            _follow(session, request_id)
-        reply = _reply(session, request_id, wait=follow)
+        wait = Wait(session, request_id, timeout_s=timeout) if follow else None
+        if wait is not None and not as_json:
+            _follow(session, request_id, wait)
+        reply = _reply(session, request_id, wait)
     if as_json:
         typer.echo(json.dumps(_reply_dict(reply), ensure_ascii=False))
     elif not follow:
@@ -147,7 +163,55 @@ def _file_text(path: Path) -> str:
     return text
 
 
-def _follow(session: Session, request_id: str) -> None:
+class Wait:
+    """Looks after a wait for a request: says once that nobody knows it, and gives up in time.
+
+    `timeout_s` 0 is never.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        request_id: str,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._session = session
+        self._request_id = request_id
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._began_s = clock()
+        self._is_known: bool | None = None
+
+    def silence(self) -> None:
+        """Nothing has come for a second. Raises `TransientError` as `check` does, and in the end
+        that of a pipeline that has died."""
+        if not self._is_known:
+            self._look()
+        self.check()
+        self._session.check()
+
+    def check(self) -> None:
+        """Raise `TransientError` when the time is over."""
+        if 0 < self._timeout_s <= self._clock() - self._began_s:
+            state = "has not ended" if self._is_known is not False else "is not known"
+            raise TransientError(f"request {self._request_id} {state} after {self._timeout_s:g} s")
+
+    def _look(self) -> None:
+        try:
+            is_known = bool(self._session.producer.states([self._request_id]))
+        except StoreUnavailable:
+            return  # whoever reads the answer waits for the store
+        if not is_known and self._is_known is None:
+            tell(
+                f"request {self._request_id} is not known: it waits in its queue, or ended long "
+                "ago, or the id is wrong; waiting"
+            )
+        self._is_known = is_known
+
+
+def _follow(session: Session, request_id: str, wait: Wait) -> None:
     last = ""
 
     def on_outage(_: StoreUnavailable) -> None:
@@ -155,11 +219,12 @@ def _follow(session: Session, request_id: str) -> None:
 
     try:
         for text in session.producer.stream(
-            request_id, on_silence=session.check, on_outage=on_outage
+            request_id, on_silence=wait.silence, on_outage=on_outage
         ):
             sys.stdout.write(text)
             sys.stdout.flush()
             last = text
+            wait.check()
     except PermanentError:
         pass  # its reply says the same, after what there is of its text
     except TransientError as error:
@@ -168,16 +233,17 @@ def _follow(session: Session, request_id: str) -> None:
     print(flush=True)
 
 
-def _reply(session: Session, request_id: str, *, wait: bool) -> Reply:
+def _reply(session: Session, request_id: str, wait: Wait | None) -> Reply:
+    """The whole answer; without a `wait` only if it is there."""
     try:
         return session.producer.result(
             request_id,
-            timeout_s=None if wait else 0.0,
-            on_silence=session.check,
+            timeout_s=0.0 if wait is None else None,
+            on_silence=None if wait is None else wait.silence,
             on_outage=lambda _: tell_of_outage(""),
         )
     except TransientError as error:
-        if wait:
+        if wait is not None:
             raise with_id(error, request_id) from error
         raise TransientError(
             str(error), remedy=f"wait for it: cellpipe result {request_id} --follow"

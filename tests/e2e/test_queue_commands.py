@@ -47,6 +47,7 @@ def test_what_was_enqueued_is_answered_later(cluster: ProcessCluster, tmp_path: 
     again = json.loads(cluster.run("result", enqueued.stdout.strip(), "--json").stdout)
     named = cluster.run("enqueue", "--file", str(question), *common, "--batch", "--id", "mine")
     from_file = json.loads(cluster.run("result", "mine", "--json", "--follow").stdout)
+    wrong = cluster.run("result", "r-wrong", "--follow", "--timeout", "2")
     failed = cluster.run("enqueue", "x" * 5_000, "--id", "long")
     refused = cluster.run("result", "long", "--follow")
 
@@ -55,6 +56,9 @@ def test_what_was_enqueued_is_answered_later(cluster: ProcessCluster, tmp_path: 
     assert (too_early.returncode, unknown.returncode) == (3, 3)
     assert "--follow" in too_early.stderr
     assert "not known" in unknown.stderr
+    assert wrong.returncode == 3
+    assert "cellpipe: request r-wrong is not known: it waits in its queue" in wrong.stderr
+    assert "request r-wrong is not known after 2 s" in wrong.stderr
     assert followed.returncode == 0, followed.stderr
     assert followed.stdout == again["text"] + "\n"
     assert named.stdout == "mine\n"
@@ -99,6 +103,7 @@ def test_what_nobody_takes_is_told_by_its_id_and_can_be_cancelled_in_its_queue(
         ["enqueue", "hello", "--id", "not an id"],
         ["enqueue", "hello", "--raw", "--system", "x"],
         ["result", "not an id"],
+        ["result", "r-1", "--timeout", "5"],
         ["batch", "/does/not/exist", "-o", "out"],
     ],
 )
@@ -107,6 +112,14 @@ def test_wrong_usage_is_exit_code_2_and_needs_no_server(arguments: list[str]) ->
 
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_id_that_cannot_be_is_named_by_its_option() -> None:
+    result = cellpipe("enqueue", "--id", "a b", "hi")
+
+    assert result.returncode == 2
+    assert result.stderr.startswith("cellpipe: --id must be 1-64 letters")
+    assert "'a b'" in result.stderr
 
 
 def test_a_batch_that_is_killed_is_gone_on_with_and_has_one_line_each(
