@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +26,7 @@ from services.cli.generate import (
     prompt_text,
     sampling_of,
 )
-from services.cli.settings import DEFAULT_MODEL, load_config
+from services.cli.settings import load_config
 from services.cli.tree import EXIT_INTERRUPTED, app
 from shared.errors import (
     ConfigError,
@@ -41,7 +42,14 @@ if TYPE_CHECKING:
     from shared.messages import Reply
 
 LoadedModel = Annotated[
-    str, typer.Option("--model", "-m", help="A loaded model. Default: the one loaded last.")
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A loaded model, by its name, name@digest or name in the catalog. "
+        "Default: the one loaded last.",
+        show_default=False,
+    ),
 ]
 
 
@@ -51,7 +59,7 @@ def enqueue(
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Read what to ask from a file.")
     ] = None,
-    model: LoadedModel = DEFAULT_MODEL,
+    model: LoadedModel = "",
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -101,6 +109,8 @@ def enqueue(
     except RequestError as error:
         raise ConfigError(str(error)) from error
     with open_session(config, model=model, cluster=True, num_groups=1, num_threads=1) as session:
+        if model:
+            request = replace(request, model=session.model_id)
         typer.echo(session.producer.submit(request, batch=batch))
 
 
@@ -113,7 +123,7 @@ def result(
     timeout: Annotated[
         float, typer.Option(min=0.0, help="With --follow: seconds until it gives up; 0 is never.")
     ] = 0.0,
-    model: LoadedModel = DEFAULT_MODEL,
+    model: LoadedModel = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print the answer to a request. Exit code 3 when there is none yet, 1 when it failed.

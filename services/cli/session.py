@@ -60,7 +60,10 @@ def open_session(
     num_threads: int,
     prefix_cache: bool = True,
 ) -> Iterator[Session]:
-    """The pipeline that a command asked for; closed at the end. Threads are the embedded one's."""
+    """The pipeline that a command asked for; closed at the end. Threads are the embedded one's.
+
+    `model` "" is the one that was loaded last, or the default one in this process.
+    """
     if cluster is None:
         cluster = bool(config.amqp_url or config.redis_url)
     if cluster and num_groups != 1:
@@ -75,7 +78,7 @@ def open_session(
         if cluster
         else _embedded_session(
             config,
-            model,
+            model or DEFAULT_MODEL,
             num_groups=num_groups,
             num_threads=num_threads,
             prefix_cache=prefix_cache,
@@ -112,12 +115,10 @@ def open_engine(
 ) -> Iterator[Engine]:
     """The pipeline of this process, with a model that is pulled and packed if need be."""
     from services.embedded import PREFIX_BYTES, Engine
-    from services.loader.packed import open_packed
-    from services.loader.pull import resolve_model
+    from services.loader.packed import open_model
 
     with StageBar() as bar:
-        model_file = resolve_model(model, config.cache_dir, progress=bar.show)
-        packed = open_packed(model_file, config.cache_dir, progress=bar.show)
+        packed = open_model(model, config.cache_dir, progress=bar.show)
     backend = kernel_backend(config, num_threads)
     # Flipped bits would be wrong words without any other sign; 0.2 s for 100 MB.
     read_shard = functools.partial(packed.read_shard, verify=True)
@@ -139,9 +140,7 @@ def _cluster_session(config: Config, model: str) -> Iterator[Session]:
     from shared.topology import control_queues
 
     with open_cluster(config) as (broker, stores):
-        # The catalog name of the default model is not what a loaded model is called.
-        loaded = "" if model == DEFAULT_MODEL else model
-        served = read_served_model(ShardStore(stores.weights), loaded)
+        served = read_served_model(ShardStore(stores.weights), model)
         broker.declare(control_queues())
         producer = Producer(broker, Ledger(stores.meta), tokenizer=served.tokenizer)
         watch = _SchedulerWatch(Presence(stores.meta))

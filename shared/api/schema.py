@@ -129,7 +129,14 @@ class Generation(Body):
     """What chat and text completions have in common."""
 
     model: Annotated[
-        str, Field(max_length=256), Peers(True, True, True, '"" or absent is the model that runs')
+        str,
+        Field(max_length=256),
+        Peers(
+            True,
+            True,
+            True,
+            'its name, name@digest or name in the catalog; "" or absent is the model that runs',
+        ),
     ] = ""
     stream: Annotated[bool | None, _BOTH] = None
     stream_options: Annotated[
