@@ -207,6 +207,7 @@ def test_errors_are_those_of_openais_client(speller: ApiServer) -> None:
     with pytest.raises(openai.InternalServerError) as embeddings:
         client.embeddings.create(model="speller", input="x")
     assert embeddings.value.status_code == 501
+    assert embeddings.value.response.headers["x-should-retry"] == "false"
     assert missing.value.request_id is not None
     assert missing.value.request_id.startswith("req-")
 
