@@ -224,20 +224,26 @@ class Producer:
         """How far those requests are that a scheduler has admitted, in one round trip."""
         return self._ledger.states(request_ids)
 
-    def cancel(self, request_id: str, *, is_submitted: bool = False) -> None:
+    def cancel(
+        self,
+        request_id: str,
+        *,
+        is_submitted: bool = False,
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> None:
         """End a request from outside; nothing happens if it has ended.
+
+        The `reason` is STOP for one whose text is whole, since a stop string has ended it.
 
         Raises `RequestError` if no scheduler has admitted it (yet), unless `is_submitted` says that
         it was handed over: then it ends in its queue.
         """
-        if self._ledger.finish(request_id, FinishReason.ABORT):
+        if self._ledger.finish(request_id, reason):
             return
         if is_submitted and self._ledger.refuse(aborted_record(request_id)):
             return
         # A scheduler may have admitted it between the two.
-        if not self._ledger.finish(request_id, FinishReason.ABORT) and not self.states(
-            [request_id]
-        ):
+        if not self._ledger.finish(request_id, reason) and not self.states([request_id]):
             raise RequestError(f"request {request_id} is not known")
 
     def _read(
