@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.api_server import ApiServer
 from tests.gguf_files import write_gguf
 from tests.processes import ProcessCluster, cellpipe
 from tests.waiting import WAIT_S
@@ -92,6 +93,51 @@ def test_what_nobody_takes_is_told_by_its_id_and_can_be_cancelled_in_its_queue(
     assert cancelled.stdout == f"{request_id} cancelled\n"
     assert again.stdout == f"{request_id} had ended already (abort)\n"
     assert (ended["finish_reason"], ended["token_ids"]) == ("abort", [])
+
+
+def test_each_name_of_a_model_is_taken_at_every_door(
+    amqp_url: str, fresh_redis_url: str, tmp_path: Path
+) -> None:
+    model = write_gguf(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")  # a tiny one, called so
+    with ProcessCluster(amqp_url, fresh_redis_url, tmp_path) as cluster:
+        cluster.settings["CELLPIPE_CACHE_DIR"] = str(tmp_path)
+        loaded = cluster.run("load", str(model), "--json")
+        model_id = json.loads(loaded.stdout)["model_id"]
+        names = ["smollm2-135m", "smollm2-135m-instruct.q4_1", model_id]
+        cluster.start("scheduler", "--model", names[0])
+        cluster.start("worker", "--model", names[1])
+        cluster.wait_until_serving(1)
+        asked = ["hello", "--raw", "-n", "4"]
+        file, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        lines = [batch_line(n) | {"custom_id": name} for n, name in enumerate(names)]
+        for line, name in zip(lines, names, strict=True):
+            line["body"]["model"] = name
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+        run = [cluster.run("run", "--cluster", *asked, "-m", name) for name in names]
+        enqueued = [cluster.run("enqueue", *asked, "-m", name) for name in names]
+        results = [
+            cluster.run("result", e.stdout.strip(), "--follow", "-m", name)
+            for e, name in zip(enqueued, names, strict=True)
+        ]
+        batch = cluster.run("batch", str(file), "-o", str(answers), "--cluster", "-m", names[0])
+        with ApiServer(
+            "gateway", "--model", names[0], settings=cluster.settings, log=tmp_path / "gateway.log"
+        ) as server:
+            by_http = [
+                server.call(
+                    "POST", "/v1/completions", {"model": name, "prompt": "hello", "max_tokens": 4}
+                )
+                for name in names
+            ]
+        other = cluster.run("run", "--cluster", *asked, "-m", f"{names[1]}@00")
+
+    assert [r.returncode for r in (*run, *enqueued, *results)] == [0] * 9, run[0].stderr
+    assert len({r.stdout for r in (*run, *results)}) == 1
+    assert batch.returncode == 0, answers.read_text()
+    assert [status for status, _, _ in by_http] == [200] * 3
+    assert other.returncode == 1
+    assert "name one of those" in other.stderr
 
 
 @pytest.mark.parametrize(
