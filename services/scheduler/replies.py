@@ -45,7 +45,8 @@ def answer_to(delivery: Delivery, message: Reply | Token, *, persistent: bool) -
 def refusal_reply(delivery: Delivery, request_id: str, error: str) -> Reply:
     """The reply to a message that could not be read, which may name its request or not."""
     return Reply(
-        request_id=request_id or delivery.correlation_id[:64],
+        # Any bytes may stand there, and come as lone surrogates, which no frame can hold.
+        request_id=request_id or delivery.correlation_id[:64].encode(errors="replace").decode(),
         finish_reason=FinishReason.ERROR,
         text="",
         token_ids=(),

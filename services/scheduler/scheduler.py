@@ -226,7 +226,10 @@ class Scheduler:
         request_id = codec.request_id_of(delivery.body, delivery.content_type)
         log.warning("request_refused", request_id=request_id, reason=error)
         if request_id:  # whoever waits for its events hears why, unless it is known by a better one
-            self._ledger.refuse(self._refusal(request_id, error))
+            try:
+                self._ledger.refuse(self._refusal(request_id, error))
+            except PermanentError as damage:  # what is left of an earlier one cannot be read
+                self._bury(request_id, str(damage))
         try:
             reply = refusal_reply(delivery, request_id, error)
             send_reply(self._broker, delivery, reply, timeout_s=self._limits.confirm_timeout_s)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from contextlib import closing, suppress
 from urllib.parse import urlsplit
 
+import pika
 import pytest
 
 from shared.broker.base import Outgoing
@@ -188,3 +189,35 @@ def test_a_missing_virtual_host_is_reported_at_once(amqp_url: str) -> None:
 
     with pytest.raises(ConfigError, match="nowhere"):
         RabbitmqBroker.connect(f"amqp://guest:guest@{parts.hostname}:{parts.port}/nowhere")
+
+
+def test_properties_that_are_no_utf8_come_as_texts_and_go_back_as_they_came(
+    broker: RabbitmqBroker, queue: str, amqp_url: str
+) -> None:
+    broker.declare([QueueSpec(queue)])
+    broker.consume(queue, prefetch=1)
+    raw = b"\xff\xfe\x80"  # correlation ids of some clients are the bytes of a UUID
+    sent = pika.BasicProperties(
+        content_type=raw, correlation_id=raw, reply_to=raw, message_id=raw, headers={raw: "x"}
+    )
+    with pika.BlockingConnection(pika.URLParameters(amqp_url)) as connection:
+        connection.channel().basic_publish("", queue, b"there", sent)
+
+    delivery = take(broker)
+    broker.ack(delivery)
+    back = Outgoing(
+        queue,
+        b"back",
+        content_type=delivery.content_type,
+        correlation_id=delivery.correlation_id,
+        reply_to=delivery.reply_to,
+    )
+    broker.cancel(queue)
+    broker.publish([back]).wait(WAIT_S)
+    with pika.BlockingConnection(pika.URLParameters(amqp_url)) as connection:
+        _, received, _ = connection.channel().basic_get(queue, auto_ack=True)
+
+    texts = (delivery.content_type, delivery.correlation_id, delivery.reply_to)
+    assert all(isinstance(text, str) for text in texts)
+    assert delivery.headers == ()
+    assert (received.content_type, received.correlation_id, received.reply_to) == (raw, raw, raw)
