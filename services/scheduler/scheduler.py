@@ -52,6 +52,7 @@ from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import LedgerRecord
 from shared.store.presence_types import WorkerInfo
+from shared.store.shared_clock import SharedClock
 from shared.topology import BATCH_QUEUE, REQUESTS_QUEUE
 
 log = structlog.get_logger()
@@ -104,6 +105,7 @@ class Scheduler:
             self._budget, self._send_first, bytes_per_position=kv_bytes_per_position(model.config)
         )
         self._prefixes = Prefixes(prefix_pages, model.layout)
+        self._time_of_day = SharedClock(ledger)
         self._coverage = CoverageWatch(coverage, every_s=limits.coverage_check_s)
         silence = Silence()
 
@@ -360,7 +362,7 @@ class Scheduler:
     def _surroundings(self, now_s: float) -> Surroundings:
         return Surroundings(
             now_s=now_s,
-            now_unix_ms=_unix_ms(),
+            now_unix_ms=self._time_of_day.unix_ms(),
             num_groups=self._model.layout.num_groups,
             uncovered_group=self._coverage.uncovered_group,
             uncovered_since_s=self._coverage.uncovered_since_s,

@@ -58,6 +58,8 @@ class RequestLedger(Protocol):
 
     def tokens(self, request_id: str) -> list[int]: ...
 
+    def now_unix_ms(self) -> int: ...
+
 
 def read_event_id(text: str) -> tuple[int, int]:
     """Position and number of an event id. Raises `RequestError` for a malformed one."""

@@ -203,6 +203,9 @@ class MemoryLedger:
             entry = self._entry(request_id)
             return [] if entry is None else entry.generated.tolist()
 
+    def now_unix_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
     # All below expect the caller to hold the lock.
 
     def _entry(self, request_id: str) -> Entry | None:

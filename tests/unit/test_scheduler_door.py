@@ -1,4 +1,4 @@
-"""No message in the request queue stops a scheduler, whatever it is and whatever the store holds."""
+"""No message in the request queue stops a scheduler, whatever it is or names."""
 
 from __future__ import annotations
 
