@@ -36,6 +36,7 @@ def flat_fields(record: LedgerRecord) -> list[Argument]:
         "finish_reason": record.finish_reason or "",
         "error": record.error[:MAX_ERROR_CHARS],
         "num_cached": record.num_cached,
+        "content": record.content,
     }
     return [part for field in fields.items() for part in field]
 
@@ -89,6 +90,7 @@ def read_record(request_id: str, fields: Mapping[str, bytes]) -> LedgerRecord:
             finish_reason=read_reason(fields["finish_reason"]),
             error=_text(fields["error"]),
             num_cached=int(fields.get("num_cached", b"0")),
+            content=_text(fields.get("content", b"")),
         )
     except (KeyError, ValueError, TypeError, CellpipeError) as error:
         raise DecodeError(f"the ledger of request {request_id} cannot be read: {error}") from error

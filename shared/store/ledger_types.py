@@ -17,6 +17,7 @@ class LedgerRecord:
     that is known, P-1 until the first is generated (-1 stands for that in a new record).
     `finish_reason` None means that it still runs. The rows of the first `num_cached` positions were
     there when it started: it shares them with other requests. `deadline_unix_ms` 0 means none.
+    `content` tells its question from another one under its id; "" tells nothing.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class LedgerRecord:
     finish_reason: FinishReason | None = None
     error: str = ""
     num_cached: int = 0
+    content: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -42,6 +42,7 @@ RECORD = LedgerRecord(
     epoch=4,
     created_unix_ms=1_790_000_000_000,
     deadline_unix_ms=1_790_000_060_000,
+    content="0a1b",
 )
 
 
