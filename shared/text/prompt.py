@@ -27,6 +27,11 @@ def chat_token_ids(
             "messages were given, but the model has no chat template",
             remedy="send a prompt instead",
         )
+    if len(messages) >= max_positions:  # rendering them takes seconds, and each takes a token
+        raise RequestError(
+            f"the conversation has {len(messages)} messages, and the model holds {max_positions} "
+            "positions including the answer"
+        )
     text = chat_template.render(messages, add_generation_prompt=True)
     _check_length(text, tokenizer, max_positions)
     return tuple(tokenizer.encode(text, parse_special=True))
