@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from concurrent.futures import Future
 from contextlib import closing, suppress
@@ -221,3 +222,52 @@ def test_properties_that_are_no_utf8_come_as_texts_and_go_back_as_they_came(
     assert all(isinstance(text, str) for text in texts)
     assert delivery.headers == ()
     assert (received.content_type, received.correlation_id, received.reply_to) == (raw, raw, raw)
+
+
+class RawHeaders(pika.BasicProperties):  # type: ignore[misc]
+    """A header "a" of any bytes, and a correlation id: what pika would not send."""
+
+    def __init__(self, value: bytes) -> None:
+        super().__init__()
+        self._value = value
+
+    def encode(self) -> list[bytes]:
+        table = b"\x01a" + self._value
+        flags = self.FLAG_CONTENT_TYPE | self.FLAG_HEADERS | self.FLAG_CORRELATION_ID
+        lengths = struct.pack(">L", len(table))
+        return [struct.pack(">H", flags), b"\x05a/b/c", lengths, table, b"\x04mine"]
+
+
+def nested(depth: int) -> bytes:
+    value = b"t\x01"
+    for _ in range(depth):
+        value = b"A" + struct.pack(">L", len(value)) + value
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"T" + struct.pack(">Q", 1_790_000_000_000),  # milliseconds, where seconds belong
+        b"T" + b"\xff" * 8,
+        nested(2_000),
+    ],
+    ids=["milliseconds", "huge time", "nested"],
+)
+def test_headers_that_cannot_be_decoded_are_left_out_and_cost_no_connection(
+    broker: RabbitmqBroker, queue: str, amqp_url: str, value: bytes
+) -> None:
+    broker.declare([QueueSpec(queue)])
+    broker.consume(queue, prefetch=2)
+    with pika.BlockingConnection(pika.URLParameters(amqp_url)) as connection:
+        connection.channel().basic_publish("", queue, b"there", RawHeaders(value))
+
+    first = take(broker)
+    broker.ack(first)
+    broker.publish([Outgoing(queue, b"next", headers=(("b", "c"),))]).wait(WAIT_S)
+    second = take(broker)
+    broker.ack(second)
+
+    assert (first.body, first.content_type, first.correlation_id) == (b"there", "a/b/c", "mine")
+    assert (first.headers, first.redelivered) == ((), False)
+    assert (second.body, second.headers) == (b"next", (("b", "c"),))
