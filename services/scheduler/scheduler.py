@@ -366,6 +366,7 @@ class Scheduler:
                 self._bury(request_id, "the store has lost the record of this request")
             elif is_over:
                 held.running = None
+                self._budget.release(request_id)  # a reply that nobody takes keeps no room
                 if held.retry_at_s <= now_s:
                     self._token_events.end(request_id, state.committed_position)
                     self._answer(request_id, held, now_s)
@@ -395,8 +396,6 @@ class Scheduler:
         except PermanentError as error:  # what the store holds of it cannot be read
             self._bury(request_id, str(error))
             return
-        if held.is_settling or is_done:
-            self._budget.release(request_id)
         if is_done:
             del self._held[request_id]
             self.num_answered += 1
