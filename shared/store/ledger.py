@@ -278,6 +278,11 @@ class Ledger:
         entries = self._meta.run(("XRANGE", keys.events(request_id), "-", "+"))
         return [e.token_id for e in map(read_event, entries) if isinstance(e, TokenEvent)]
 
+    def now_unix_ms(self) -> int:
+        """The time of day where the ledger is: the same for all who share it."""
+        seconds, micros = self._meta.run(("TIME",))
+        return int(seconds) * 1000 + int(micros) // 1000
+
 
 def _commit_result(reply: list[bytes]) -> CommitResult | StoreDamaged:
     try:

@@ -220,6 +220,9 @@ class MemoryLedger:
         with self._lock:
             self._wait(self._pausing, request_id, lambda: self._has_ended(request_id), timeout_s)
 
+    def now_unix_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
     # All below expect the caller to hold the lock.
 
     def _entry(self, request_id: str) -> Entry | None:
