@@ -4,7 +4,7 @@ Owns the rule that a position is committed once, by whoever comes first, and tha
 with exactly one final event. A step may commit several positions: together, or not at all.
 Everything may be repeated: a second call finds what the first did.
 A record that cannot be read is `StoreDamaged`: its request can only be buried.
-Knows no queue and no model.
+Knows no queue and no model. Longer than other modules: all that is done to a record is told here.
 """
 
 from __future__ import annotations

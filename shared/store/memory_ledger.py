@@ -1,7 +1,8 @@
 """The ledger of a pipeline that is one process: the promises of `Ledger` without a server.
 
 Nothing here is lost or damaged but with the process, so nothing raises `StoreDamaged`. One lock
-for all requests; a reader who waits for an event sleeps until its request has one.
+for all requests; a reader who waits for an event sleeps until its request has one. Longer than
+other modules, as the ledger that it stands for.
 """
 
 from __future__ import annotations
