@@ -21,6 +21,7 @@ LONGEST_WAIT_S = 1.0  # between two tries: an answer goes on soon after the serv
 def wait_out(
     work: Callable[[], T],
     *,
+    what: str = "",
     patience_s: float = OUTAGE_PATIENCE_S,
     on_outage: OnOutage | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -29,7 +30,8 @@ def wait_out(
     """The result of `work`, which may be repeated: again while the store does not answer.
 
     Calls `on_outage` with the first failure, before it waits. Raises the `StoreUnavailable` of the
-    last try when another would begin later than `patience_s` seconds after the first.
+    last try when another would begin later than `patience_s` seconds after the first, and says
+    `what` could not be done.
     """
     backoff = Backoff(first_s=0.05, max_s=LONGEST_WAIT_S)
     began_s = clock()
@@ -39,7 +41,8 @@ def wait_out(
         except StoreUnavailable as error:
             wait_s = backoff.next_s()
             if clock() + wait_s - began_s > patience_s:
-                raise
+                text = f"{what}: {error}" if what else str(error)
+                raise StoreUnavailable(text, remedy=error.remedy) from error
             if backoff.failures == 1 and on_outage is not None:
                 on_outage(error)
         sleep(wait_s)

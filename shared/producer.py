@@ -25,25 +25,23 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import NoReturn
 
 from shared import codec
 from shared.broker.base import Broker, Outgoing
+from shared.ended import aborted_record, reply_of, unfinished
 from shared.errors import (
     ErrorCode,
     Overloaded,
     PermanentError,
     PublishRefused,
     RequestError,
-    StoreDamaged,
-    StoreUnavailable,
     TransientError,
 )
-from shared.messages import FinishReason, Reply, Request, SamplingParams
+from shared.messages import FinishReason, Reply, Request
 from shared.outage import OUTAGE_PATIENCE_S, OnOutage, wait_out
 from shared.store.ledger import Ledger
 from shared.store.ledger_base import START, RequestLedger
-from shared.store.ledger_types import Event, FinalEvent, LedgerRecord, RequestState, TokenEvent
+from shared.store.ledger_types import Event, FinalEvent, RequestState, TokenEvent
 from shared.text.detokenizer import Detokenizer
 from shared.text.tokenizer import Tokenizer
 from shared.topology import BATCH_QUEUE, REQUESTS_QUEUE, control_queues
@@ -147,7 +145,7 @@ class Producer:
                 continue
             if on_silence is not None:
                 on_silence()
-            if 0 < deadline_unix_ms < _unix_ms() - DEADLINE_GRACE_MS:
+            if 0 < deadline_unix_ms < time.time_ns() // 1_000_000 - DEADLINE_GRACE_MS:
                 raise TransientError(
                     f"the deadline of request {request_id} has passed, and nobody has ended it",
                     remedy="look at the cluster: cellpipe status",
@@ -208,11 +206,11 @@ class Producer:
             events = self._read(request_id, after, block_ms, patience_s, on_outage)
             for event in events:
                 if isinstance(event, FinalEvent):
-                    return _reply_of(request_id, event, tokens, tokenizer)
+                    return reply_of(request_id, event, tokens, tokenizer)
                 tokens.append(event)
                 after = event.event_id
             if not events and left_s <= 0:
-                self._raise_unfinished(request_id, len(tokens))
+                raise unfinished(request_id, len(tokens), is_known=bool(self.states([request_id])))
             if not events and on_silence is not None:
                 on_silence()
 
@@ -254,28 +252,17 @@ class Producer:
         patience_s: float,
         on_outage: OnOutage | None,
     ) -> list[Event]:
-        try:
-            return wait_out(
-                lambda: self._ledger.events(request_id, after, block_ms=block_ms),
-                patience_s=patience_s,
-                on_outage=on_outage,
-            )
-        except StoreUnavailable as error:
-            raise StoreUnavailable(
-                f"request {request_id} cannot be read: {error}", remedy=error.remedy
-            ) from error
+        return wait_out(
+            lambda: self._ledger.events(request_id, after, block_ms=block_ms),
+            what=f"request {request_id} cannot be read",
+            patience_s=patience_s,
+            on_outage=on_outage,
+        )
 
     def _require_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise ValueError("a Producer without a tokenizer has tokens alone: use events")
         return self._tokenizer
-
-    def _raise_unfinished(self, request_id: str, num_tokens: int) -> NoReturn:
-        if self._ledger.states([request_id]):
-            raise TransientError(f"request {request_id} runs, and has {num_tokens} tokens so far")
-        raise TransientError(
-            f"request {request_id} is not known: it waits in its queue, or ended long ago"
-        )
 
 
 @contextmanager
@@ -304,45 +291,3 @@ def open_producer(
         with closing(RabbitmqBroker.connect(amqp_url)) as broker:
             broker.declare(control_queues())
             yield Producer(broker, Ledger(stores.meta), tokenizer=tokenizer)
-
-
-def aborted_record(request_id: str) -> LedgerRecord:
-    """The record of a request that was cancelled before anybody looked at it."""
-    return LedgerRecord(
-        request_id=request_id,
-        model_id="",
-        layout_id="",
-        prompt_token_ids=(),
-        sampling=SamplingParams(),
-        max_position=0,
-        created_unix_ms=_unix_ms(),
-        finish_reason=FinishReason.ABORT,
-    )
-
-
-def _reply_of(
-    request_id: str, end: FinalEvent, tokens: list[TokenEvent], tokenizer: Tokenizer
-) -> Reply:
-    token_ids = tuple(event.token_id for event in tokens)
-    logprobs = tuple(event.logprobs for event in tokens if event.logprobs is not None)
-    if end.num_generated != len(token_ids):
-        raise StoreDamaged(
-            f"the store holds {len(token_ids)} of the {end.num_generated} tokens of "
-            f"request {request_id}"
-        )
-    return Reply(
-        request_id=request_id,
-        finish_reason=end.finish_reason,
-        text=tokenizer.decode(token_ids, skip_special=True),
-        token_ids=token_ids,
-        num_prompt_tokens=end.num_prompt_tokens,
-        error=end.error,
-        num_cached_tokens=end.num_cached,
-        error_code=end.error_code,
-        error_param=end.error_param,
-        logprobs=logprobs if logprobs and len(logprobs) == len(token_ids) else None,
-    )
-
-
-def _unix_ms() -> int:
-    return time.time_ns() // 1_000_000

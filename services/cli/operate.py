@@ -111,9 +111,9 @@ def cancel(
     Example: cellpipe cancel r-0123456789abcdef01234567
     """
     from services.cli.session import open_stores
+    from shared.ended import aborted_record
     from shared.errors import RequestError
     from shared.messages import FinishReason, check_request_id
-    from shared.producer import aborted_record
     from shared.store.ledger import Ledger
 
     config = load_config(quiet=True)
