@@ -60,6 +60,7 @@ class Run:
         broker = RabbitmqBroker.connect(amqp_url)
         stack.callback(broker.close)
         self._producer = Producer(broker, self.ledger)
+        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
         self.cluster.load(model, groups=2)
         self.workers = [self.cluster.start("worker", "--group", str(g)) for g in (0, 1)]
         self.cluster.start("scheduler")
