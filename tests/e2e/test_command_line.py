@@ -146,6 +146,27 @@ def test_respawn_brings_a_killed_command_back_and_passes_sigterm_on(tmp_path: Pa
             respawn.kill()
 
 
+def test_respawn_leaves_alone_what_has_left_and_does_not_end_the_others() -> None:
+    script = "print('started', flush=True)"
+    respawn = subprocess.Popen(
+        [REPO / "infra" / "respawn", sys.executable, "-c", script],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert respawn.stderr is not None
+        told = respawn.stderr.readline()  # after the command has ended
+        assert "not started again" in told
+        assert respawn.poll() is None  # a Procfile runner would end the rest
+
+        respawn.send_signal(signal.SIGTERM)
+
+        stdout, _ = respawn.communicate(timeout=10)  # nothing that it started holds its output
+        assert (respawn.returncode, stdout) == (0, "started\n")
+    finally:
+        if respawn.poll() is None:
+            respawn.kill()
+
+
 def _nth_line(path: Path, number: int) -> int:
     deadline_s = time.monotonic() + 20
     while True:
