@@ -54,7 +54,7 @@ class Overview:
         shown = asdict(self)
         for entry, worker in zip(shown["workers"], self.workers, strict=True):
             del entry["stage_us"]
-            entry["stages_us"] = _mean_stages_us(worker)
+            entry["stages_us"] = mean_stages_us(worker)
         return shown
 
 
@@ -127,7 +127,7 @@ def _read_broker(overview: Overview, amqp_url: str, layout: Layout | None) -> No
         broker.close()
 
 
-def _mean_stages_us(worker: WorkerInfo) -> dict[str, float]:
+def mean_stages_us(worker: WorkerInfo) -> dict[str, float]:
     """What a decode step waits for at a worker, on average; empty before its first one."""
     if not worker.num_decode_steps:
         return {}
