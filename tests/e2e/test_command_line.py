@@ -101,6 +101,23 @@ def test_a_bias_and_log_probabilities_are_options_too(tiny: tuple[str, dict[str,
     assert [len(entry["top_logprobs"]) for entry in answer["logprobs"]] == [2] * 4
 
 
+def test_a_dry_run_that_fits_no_worker_fails_and_says_what_would_fit(
+    tiny: tuple[str, dict[str, str]],
+) -> None:
+    model, settings = tiny
+
+    fits = cellpipe("load", model, "--dry-run", settings=settings)
+    small = cellpipe("load", model, "--dry-run", "--memory", "80MiB", settings=settings)
+    as_json = cellpipe("load", model, "--dry-run", "--memory", "80MiB", "--json", settings=settings)
+
+    assert (fits.returncode, small.returncode, as_json.returncode) == (0, 1, 1)
+    assert "fits 256MiB" in fits.stdout
+    assert "90 MB that its process takes" in fits.stdout
+    assert "workers with --memory 86MiB" in small.stderr
+    assert "--groups" not in small.stderr  # no number of them would do
+    assert json.loads(as_json.stdout)["groups_that_fit"] is None
+
+
 def test_a_full_disk_is_said_in_one_line(tiny: tuple[str, dict[str, str]]) -> None:
     path, settings = tiny
     with Path("/dev/full").open("wb") as full:
