@@ -39,21 +39,14 @@ def dead_list(as_json: AsJson = False) -> None:
     with _dead_letters() as letters:
         found = letters.letters()
     if as_json:
-        typer.echo(json.dumps([_letter_dict(letter) for letter in found]))
+        typer.echo(json.dumps([letter_dict(letter) for letter in found]))
         return
     if not found:
         typer.echo("no dead letters")
         return
     now_ms = time.time_ns() // 1_000_000
     for letter in found:
-        died_ms = letter.history.died_unix_ms
-        age = _ago(died_ms, now_ms) if died_ms else "-"
-        where = "" if letter.group is None else f" group {letter.group} position {letter.position}"
-        why = letter.history.reason or letter.error or letter.problem
-        typer.echo(
-            f"{letter.letter_id}  {letter.kind:8} {letter.request_id or '-':28}"
-            f"{letter.num_bytes:>8} B  {age:>10}{where}  {why}"
-        )
+        typer.echo(letter_line(letter, now_ms))
 
 
 @dead.command("show")
@@ -68,17 +61,12 @@ def dead_show(letter_id: LetterId, as_json: AsJson = False) -> None:
         raise RequestError(
             f"no dead letter {letter_id!r:.80}", remedy="see what there is: cellpipe dead list"
         )
-    shown = {**_letter_dict(found[0]), "body_hex": found[0].body[:HEX_SHOWN].hex()}
+    shown = {**letter_dict(found[0]), "body_hex": found[0].body[:HEX_SHOWN].hex()}
     if as_json:
         typer.echo(json.dumps(shown))
         return
-    for name, value in shown.items():
-        if isinstance(value, dict):
-            for key, told in value.items():
-                if told is not None:
-                    typer.echo(f"{'history':12} {_history_row(key, told)}")
-        elif value not in (None, ""):
-            typer.echo(f"{name:12} {value}")
+    for row in letter_rows(shown, time.time_ns() // 1_000_000):
+        typer.echo(row)
 
 
 @dead.command("retry")
@@ -205,7 +193,7 @@ def _dead_letters() -> Iterator[DeadQueue]:
         yield DeadQueue(broker, Ledger(stores.meta))
 
 
-def _letter_dict(letter: Letter) -> dict[str, Any]:
+def letter_dict(letter: Letter) -> dict[str, Any]:
     """As JSON: what is not known is null, not the number or the text that stands for it inside."""
     shown = asdict(letter)
     del shown["body"]
@@ -218,10 +206,33 @@ def _letter_dict(letter: Letter) -> dict[str, Any]:
     return shown
 
 
-def _history_row(name: str, value: Any) -> str:
+def letter_line(letter: Letter, now_ms: int) -> str:
+    """A letter in the list of all."""
+    died_ms = letter.history.died_unix_ms
+    age = _ago(died_ms, now_ms) if died_ms else "-"
+    where = "" if letter.group is None else f" group {letter.group} position {letter.position}"
+    why = letter.history.reason or letter.error or letter.problem
+    return (
+        f"{letter.letter_id}  {letter.kind:8} {letter.request_id or '-':28}"
+        f"{letter.num_bytes:>8} B  {age:>10}{where}  {why}"
+    )
+
+
+def letter_rows(shown: dict[str, Any], now_ms: int) -> Iterator[str]:
+    """A letter, as `letter_dict` made it, for a person: what is not known has no row."""
+    for name, value in shown.items():
+        if name == "history":
+            for key, told in value.items():
+                if told is not None:
+                    yield f"{'history':12} {_history_row(key, told, now_ms)}"
+        elif value not in (None, ""):
+            yield f"{name:12} {value}"
+
+
+def _history_row(name: str, value: Any, now_ms: int) -> str:
     if name == "died_unix_ms":
         at = datetime.fromtimestamp(value / 1000).astimezone().isoformat(" ", "seconds")
-        return f"died: {at}, {_ago(value, time.time_ns() // 1_000_000)}"
+        return f"died: {at}, {_ago(value, now_ms)}"
     return f"{name}: {', '.join(value) if isinstance(value, tuple) else value}"
 
 
