@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from shared.store.presence_types import WorkerInfo
 
 dead = typer.Typer(
-    help="Look at, retry or drop what was given up: the dead-letter queue.", no_args_is_help=True
+    help="Look at, retry or drop what was given up: the dead-letter queue.",
+    epilog="Example: cellpipe dead list",
+    no_args_is_help=True,
 )
 app.add_typer(dead, name="dead")
 

@@ -99,8 +99,7 @@ def result(
     model: LoadedModel = DEFAULT_MODEL,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the answer to a request. Exit code 3 when there is none yet, 1 when it failed or
-    was cancelled.
+    """Print the answer to a request. Exit code 3: none yet; 1: it failed or was cancelled.
 
     Answers are kept for an hour. Ctrl-C stops reading, not the request.
 

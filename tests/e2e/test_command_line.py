@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.app import PANELS
 from tests.gguf_files import write_gguf
 from tests.processes import CELLPIPE, REPO, cellpipe, environment
 
@@ -47,6 +49,17 @@ def test_wrong_usage_is_exit_code_2(options: list[str]) -> None:
 
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_help_names_every_command_once_in_groups() -> None:
+    shown = cellpipe("--help").stdout
+
+    for panel, names in PANELS.items():
+        assert panel in shown
+        for name in names:
+            assert len(re.findall(rf"^│ {name} ", shown, re.MULTILINE)) == 1, name
+    assert "Example: cellpipe run" in shown
+    assert "Example: " in cellpipe("dead").stdout + cellpipe("dead", "--help").stdout
 
 
 def test_an_empty_prompt_is_refused() -> None:
