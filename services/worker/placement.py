@@ -54,12 +54,14 @@ def check_memory(
         what = f"the smallest group ({named})"
     enough = enough_text(need_bytes)
     options = "".join(f" --group {group}" for group in groups) if wanted else ""
+    more_groups = ""
+    if memory_bytes > WORKER_BASE_BYTES and layout.num_groups < layout.bounds[-1][1]:
+        more_groups = ", or cut the model into more groups: cellpipe load MODEL --groups N"
     raise ConfigError(
         f"--memory is {size_text(memory_bytes)}, and {what} of layout {layout.layout_id} needs "
-        f"{enough}: {shard_bytes / 1e6:.1f} MB of shards, "
-        f"{WORKER_BASE_BYTES / 1e6:.0f} MB for the process itself",
-        remedy=f"cellpipe worker{options} --memory {enough}, or cut the model into more groups: "
-        "cellpipe load MODEL --groups N",
+        f"{enough}: {enough_text(shard_bytes)} of shards, "
+        f"{enough_text(WORKER_BASE_BYTES)} for the process itself",
+        remedy=f"cellpipe worker{options} --memory {enough}{more_groups}",
     )
 
 

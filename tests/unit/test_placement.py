@@ -73,8 +73,9 @@ def test_too_little_memory_is_told_in_the_users_unit_with_what_is_enough(
         check_memory(memory_bytes, LAYOUT, sizes, wanted)
 
     assert f"--memory is {memory}, and {what} of layout even2 needs " in str(raised.value)
-    enough = re.search(r"cellpipe worker.* --memory (\w+),", raised.value.remedy or "")
+    enough = re.search(r"cellpipe worker.* --memory (\w+)", raised.value.remedy or "")
     assert enough is not None
+    assert ("--groups" in raised.value.remedy) == (memory != "30MiB")  # no cut is that small
     check_memory(parse_size(enough[1], field="--memory"), LAYOUT, sizes, wanted)
 
 
