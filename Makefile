@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PROMPT ?= Why is the sky blue?
 GROUPS ?= 3
 WORKERS ?= 3
+PORT ?= 8000
 PYTEST_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT  # through the environment: the shell must not read a prompt as code
@@ -19,13 +20,17 @@ $(BIN)/python:
 	@infra/venv $(PYTHON) $(VENV)
 
 $(VENV)/.run: pyproject.toml setup.py $(wildcard shared/kernel/csrc/*) shared/kernel/build.py | $(BIN)/python
-	@echo "installing cellpipe into $(VENV) (builds its kernel)"
+	@echo "installing cellpipe into $(VENV) and building its kernel: minutes, the first time"
 	@$(BIN)/pip install --quiet -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing the test tools into $(VENV)"
 	@$(BIN)/pip install --quiet -e '.[dev]'
+	@touch $@
+
+$(VENV)/.up: $(VENV)/.run
+	@$(BIN)/pip install --quiet -e '.[up]'
 	@touch $@
 
 run: $(VENV)/.run ## pull the small real model and answer PROMPT, in one process, no servers
@@ -46,11 +51,14 @@ bench: $(VENV)/.run ## measure the kernel, the embedded pipeline and a cluster o
 	@$(BIN)/cellpipe bench prefill
 	@$(BIN)/cellpipe bench cluster
 
-up: $(VENV)/.dev ## private servers, the model in GROUPS groups, then the Procfile in the foreground
+up: $(VENV)/.up ## private servers, the model in GROUPS groups, then the Procfile; HTTP on PORT
+	@$(BIN)/python -c 'import socket; socket.create_server(("127.0.0.1", $(PORT)))' 2>/dev/null || \
+		{ echo 'port $(PORT) is taken, or none; choose another: make up PORT=8001' >&2; exit 1; }
 	@infra/servers up >/dev/null
 	@$(BIN)/cellpipe load smollm2-135m --groups $(GROUPS)
 	@echo 'ready in a moment; in another terminal: $(BIN)/cellpipe run --cluster "Hello"'
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/honcho start -c scheduler=1,gateway=1,worker=$(WORKERS)
+	@echo 'for other programs and other folders: eval "$$(infra/servers env)"'
+	@HTTP_PORT=$(PORT) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/honcho start -c scheduler=1,gateway=1,worker=$(WORKERS)
 
 down: ## stop the private servers
 	@infra/servers down

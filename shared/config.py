@@ -77,3 +77,22 @@ def parse_size(text: str, *, field: str) -> int:
     if size <= 0:
         raise ConfigError(f"{field} must be positive, got {text!r}")
     return size
+
+
+def size_text(num_bytes: int) -> str:
+    """A size as a user writes it, exact where a unit divides it: 128MiB, 1500MB, else 44.2MB."""
+    for unit, size in (
+        ("GiB", 1 << 30),
+        ("MiB", 1 << 20),
+        ("KiB", 1 << 10),
+        ("GB", 10**9),
+        ("MB", 10**6),
+    ):
+        if num_bytes and num_bytes % size == 0:
+            return f"{num_bytes // size}{unit}"
+    return f"{num_bytes / 1e6:.1f}MB" if num_bytes >= 10**6 else f"{num_bytes} bytes"
+
+
+def enough_text(num_bytes: int) -> str:
+    """The least whole MiB that hold so many bytes, as an option takes them."""
+    return f"{-(-num_bytes // (1 << 20))}MiB"

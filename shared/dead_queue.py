@@ -73,7 +73,7 @@ class DeadQueue:
         """
         with self._held() as deliveries:
             delivery = _find(deliveries, letter_id)[0]
-            request = self._request_in(delivery)
+            request = self._request_in(delivery, letter_id)
             outgoing = Outgoing(
                 REQUESTS_QUEUE,
                 codec.encode(request),
@@ -142,20 +142,22 @@ class DeadQueue:
             for letter in letters
         ]
 
-    def _request_in(self, delivery: Delivery) -> Request:
+    def _request_in(self, delivery: Delivery, letter_id: str) -> Request:
+        drop = f"drop it: cellpipe dead purge {letter_id}"
         try:
             message = codec.decode(delivery.body, delivery.content_type)
         except PermanentError as error:
             raise RequestError(
                 f"this letter is no message, and nothing can be asked again: {error}",
-                remedy="drop it: cellpipe dead purge",
+                remedy=drop,
             ) from error
         if isinstance(message, Request):
             return replace(message, request_id=self._draw_id(), deadline_unix_ms=0)
         record = self._ledger.get(message.request_id)
         if record is None:
             raise RequestError(
-                f"the record of request {message.request_id} is gone, and its prompt with it"
+                f"the record of request {message.request_id} is gone, and its prompt with it",
+                remedy=drop,
             )
         return Request(
             request_id=self._draw_id(),

@@ -82,8 +82,9 @@ class Reading:
 class BatchInput:
     """A batch file. Its lines stay in the file until they are read; blank ones are none.
 
-    `salt` is whatever else an answer depends on: request ids are made from the bytes of the file,
-    the salt, the custom_id and the `attempt`, so that a second run finds what the first has asked.
+    `salt` is whatever else an answer depends on: request ids are made from the bytes of the line,
+    the salt, the custom_id and the `attempt`, so that a second run finds what the first has asked,
+    also when other lines were changed meanwhile.
     Raises `ConfigError` for a file that cannot be read, is empty, or has a custom_id twice.
     """
 
@@ -91,9 +92,7 @@ class BatchInput:
         self._path = path
         try:
             with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").digest()
-                file.seek(0)
-                self.entries = list(_entries(file, digest + salt.encode(), attempt))
+                self.entries = list(_entries(file, salt.encode(), attempt))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         if not self.entries:
@@ -173,7 +172,8 @@ def _entries(lines: Any, seed: bytes, attempt: int) -> Iterator[Entry]:
         if text.strip():
             custom_id = _custom_id(text)
             key = f"line {number}" if custom_id is None else f"id {custom_id}"
-            digest = hashlib.sha256(seed + b"\0" + key.encode()).hexdigest()[:_DIGEST_CHARS]
+            parts = b"\0".join((seed, key.encode(), text.strip()))
+            digest = hashlib.sha256(parts).hexdigest()[:_DIGEST_CHARS]
             yield Entry(number, offset, len(text), custom_id, f"{_PREFIX}{digest}{suffix}")
         offset += len(text)
 

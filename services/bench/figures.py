@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 Rates = dict[str, list[float]]
 
@@ -45,3 +45,11 @@ def median_overhead(rates: Rates, name: str, inner: str) -> float:
 def median_ratio(rates: Rates, name: str, base: str) -> float:
     """The median of the turns' ratios of two measurements."""
     return statistics.median(a / b for a, b in zip(rates[name], rates[base], strict=True))
+
+
+def spread(turns: Sequence[float]) -> float:
+    """How far the turns disagree: their middle half's width, as a part of their median."""
+    if len(turns) < 3:
+        return 0.0
+    first, _, third = statistics.quantiles(turns, n=4, method="inclusive")
+    return (third - first) / statistics.median(turns)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.bench.figures import interleave, median_ratio, timed_rate
+from services.bench.figures import interleave, median_ratio, spread, timed_rate
 from shared.kernel.chunks import aligned_zeros, choose_chunk_rows, matrix_bytes
 from shared.kernel.matrix import PackedMatrix
 
@@ -26,6 +26,7 @@ BATCHES = (4, 16, 64)
 SHARE_BATCH = 16  # whose share of the peak is `compute_share`
 STREAM_COLS = 2048
 CACHED_SHAPE = (1536, 1024)  # 1 MB of int4
+MAX_SPREAD = 0.25  # of undisturbed turns it is a few percent
 MIN_STREAM_BYTES, MAX_STREAM_BYTES = 128 << 20, 1 << 30
 
 
@@ -41,6 +42,7 @@ class KernelFigures:
     bandwidth_shares: dict[str, float] = field(default_factory=dict)
     multiply_adds_per_s: dict[str, float] = field(default_factory=dict)  # by batch, both terms
     compute_shares: dict[str, float] = field(default_factory=dict)
+    spreads: dict[str, float] = field(default_factory=dict)  # of the turns of each measurement
 
     @property
     def bandwidth_share(self) -> float:
@@ -51,6 +53,18 @@ class KernelFigures:
     def compute_share(self) -> float:
         """At batch 16."""
         return self.compute_shares[str(SHARE_BATCH)]
+
+    def doubts(self) -> list[str]:
+        """Why these figures are not to be believed: something else ran meanwhile."""
+        shares = {f"{kind} batch 1": share for kind, share in self.bandwidth_shares.items()}
+        shares |= {f"batch {batch}": share for batch, share in self.compute_shares.items()}
+        over = [f"{name} is at {s:.0%} of its limit" for name, s in shares.items() if s > 1.0]
+        apart = [
+            f"turns of {name} differ by {s:.0%}"
+            for name, s in self.spreads.items()
+            if s > MAX_SPREAD
+        ]
+        return over + apart
 
 
 def stream_bytes() -> int:
@@ -113,6 +127,7 @@ def _measure_stream(
         },
         repeats,
     )
+    figure.spreads |= {f"{matrix.kind} {name}": spread(turns) for name, turns in rates.items()}
     figure.read_bytes_per_s[matrix.kind] = statistics.median(rates["read"])
     figure.weight_bytes_per_s[matrix.kind] = statistics.median(rates["multiply"])
     figure.bandwidth_shares[matrix.kind] = median_ratio(rates, "multiply", "read")
@@ -133,6 +148,8 @@ def _measure_compute(figure: KernelFigures, backend: NativeBackend, repeats: int
         amount = 3 * matrix.rows * matrix.cols * batch * turns
         measures[str(batch)] = timed_rate(_repeated(products, turns), amount)
     rates = interleave(measures, repeats)
+    names = {name: "the peak" if name == "peak" else f"batch {name}" for name in rates}
+    figure.spreads |= {names[name]: spread(turns) for name, turns in rates.items()}
     figure.peak_multiply_adds_per_s = statistics.median(rates["peak"])
     for batch in BATCHES:
         name = str(batch)

@@ -24,11 +24,30 @@ from services.cli.tree import EXIT_FAILED, EXIT_INTERRUPTED, app, exit_code_of
 from shared.errors import CellpipeError
 from shared.logs import redact
 
+PANELS = {  # of `cellpipe --help`
+    "Ask": ("run", "chat", "enqueue", "result", "cancel", "batch"),
+    "Serve programs": ("serve", "gateway", "key"),
+    "Models": ("pull", "inspect", "load"),
+    "Cluster": ("worker", "scheduler", "status", "workers", "drain", "dead"),
+    "Measure and break": ("bench", "chaos"),
+}
+
+
+def _arrange_help() -> None:
+    panels = {name: panel for panel, names in PANELS.items() for name in names}
+    for command in app.registered_commands:
+        assert command.callback is not None, "every command is a function"
+        command.rich_help_panel = panels[command.callback.__name__]
+    for group in app.registered_groups:
+        assert group.name is not None, "every group is added by name"
+        group.rich_help_panel = panels[group.name]
+
 
 def main(argv: list[str] | None = None) -> Any:
     """Entry point. Every error of ours becomes one line, its remedy a second, and an exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may say what this terminal cannot
+    _arrange_help()
     try:
         return app(args=argv, prog_name="cellpipe")
     except CellpipeError as error:

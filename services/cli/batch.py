@@ -71,7 +71,8 @@ def batch(
 
     They are served when nobody else waits. Ctrl-C, a crash and kill -9 lose nothing: the same
     command goes on where it was, and every custom_id gets one line. Exit code 1 when a line tells
-    of an error: --attempt 2 asks for those once more.
+    of an error: --attempt 2 asks for those once more, and the same command for those that you
+    have repaired in the input.
 
     Example: cellpipe batch requests.jsonl -o answers.jsonl
     """
@@ -88,8 +89,12 @@ def batch(
         # What an answer depends on beside its line: other answers are not to be taken for it.
         salt = f"{session.model_id} {max_tokens}"
         lines = BatchInput(requests, salt=salt, attempt=attempt)
-        keys = [entry.key for entry in lines.entries]
-        with closing(BatchOutput(output, keys, attempt=attempt)) as answers:
+        with closing(BatchOutput(output, lines.entries, attempt=attempt)) as answers:
+            if answers.num_repaired:
+                typer.echo(
+                    f"{answers.num_repaired} lines that failed were changed since: asked anew",
+                    err=True,
+                )
             num_failed = _run(
                 session,
                 lines,
@@ -100,7 +105,17 @@ def batch(
                     chat_tokens=max_tokens,
                 ),
             )
+            failures = answers.failures
     if num_failed:
+        for failure in failures:
+            typer.echo(f"  {failure}", err=True)
+        if num_failed > len(failures):
+            typer.echo(f"  and {num_failed - len(failures)} more in {output}", err=True)
+        typer.echo(
+            f"the same command with --attempt {attempt + 1} asks for these once more; a line that "
+            "is repaired is asked anew by the same command",
+            err=True,
+        )
         raise typer.Exit(EXIT_FAILED)
 
 

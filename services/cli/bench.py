@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from services.cli.bench_contexts import bench_contexts, follow, load_whole
-from services.cli.generate import Model, Threads
+from services.cli.generate import Threads
 from services.cli.settings import DEFAULT_MODEL, load_config, numbers
 from services.cli.tree import app
 from shared.errors import ConfigError, KernelError
@@ -23,10 +23,17 @@ if TYPE_CHECKING:
     from services.cli.session import Session
     from shared.model.layer_group import LayerGroup
 
-bench = typer.Typer(help="Measure speed on this machine, in medians of interleaved runs.")
+bench = typer.Typer(
+    help="Measure speed on this machine, in medians of interleaved runs.",
+    epilog="Example: cellpipe bench decode",
+    no_args_is_help=True,
+)
 app.add_typer(bench, name="bench")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="A catalog name or a path to a .gguf file.")
+]
 Repeats = Annotated[int, typer.Option(help="Turns that count.", min=1)]
 PeerName = Annotated[
     str | None, typer.Option("--peer", help="llama.cpp: run the xllamacpp wheel in turns with us.")
@@ -84,7 +91,8 @@ def _by_path(figures: list[KernelFigures]) -> dict[str, Any]:
             figure.path,
             {"bandwidth_share": figure.bandwidth_share, "compute_share": figure.compute_share},
         )
-        entry["one_core" if figure.threads == 1 else "all_cores"] = asdict(figure)
+        shown = {**asdict(figure), "doubts": figure.doubts()}
+        entry["one_core" if figure.threads == 1 else "all_cores"] = shown
     return paths
 
 
@@ -101,6 +109,10 @@ def _say_kernel(f: KernelFigures) -> None:
     for batch, rate in f.multiply_adds_per_s.items():
         share = f.compute_shares[batch]
         typer.echo(f"  int4 batch {batch:>2}: {rate / 1e9:5.0f} G multiply-adds/s, {share:.0%}")
+    if doubts := f.doubts():
+        typer.echo(
+            f"  doubtful, for something else ran: {'; '.join(doubts)}. Run it again", err=True
+        )
 
 
 @bench.command()

@@ -41,7 +41,12 @@ def worker(
             "Default: the least covered one.",
         ),
     ] = None,
-    memory: Annotated[str, typer.Option(help="Memory of this process in all.")] = "256MiB",
+    memory: Annotated[
+        str,
+        typer.Option(
+            help="Memory of this process in all: 90 MB, its shards, and the rows of requests."
+        ),
+    ] = "256MiB",
     threads: Annotated[int, typer.Option(help="Threads that compute; 0 is one a core.", min=0)] = 1,
     hang_limit: Annotated[
         float,
@@ -53,7 +58,7 @@ def worker(
     Takes the group with the fewest workers; with memory to spare it also takes groups that no
     worker serves.
 
-    Example: cellpipe worker --group 2 --memory 128MiB
+    Example: cellpipe worker --group 2 --memory 160MiB
     """
     from services.cli.session import kernel_backend, open_cluster
     from services.worker.faults import Faults

@@ -51,7 +51,11 @@ Temperature = Annotated[
 ]
 TopK = Annotated[int, typer.Option(min=0, help="Draw from the k likeliest tokens; 0 is off.")]
 TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this mass.")
+    float,
+    typer.Option(
+        max=1.0,
+        help="Draw from the likeliest tokens of this mass, above 0; 1 is all.",
+    ),
 ]
 MinP = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Only tokens this likely beside the likeliest.")

@@ -12,9 +12,9 @@ import typer
 
 from services.cli.progress import StageBar
 from services.cli.settings import DEFAULT_MODEL, load_config
-from services.cli.tree import app
-from shared.config import Config, parse_size
-from shared.topology import QueueType, Wire
+from services.cli.tree import EXIT_FAILED, app
+from shared.config import Config, enough_text, parse_size, size_text
+from shared.topology import WORKER_BASE_BYTES, QueueType, Wire
 
 if TYPE_CHECKING:
     from services.loader.layout import GroupPlan, ShardPlan
@@ -71,10 +71,12 @@ def load(
 
     Idempotent: only what is missing or damaged is sent, so a load that was broken off goes on.
 
+    With --dry-run, exit code 1 when a group does not fit --memory.
+
     Example: cellpipe load smollm2-135m --groups 3 --dry-run
     """
     from services.cli.session import open_stores
-    from services.loader.layout import plan_layout
+    from services.loader.layout import least_groups_that_fit, plan_layout
     from services.loader.upload import load_model
     from shared.store.shards import ShardStore
     from shared.topology import even_layout
@@ -91,21 +93,30 @@ def load(
         wire,
     )
     plans = plan_layout(manifest, layout, budget_bytes=budget_bytes)
+    fits = all(plan.fits for plan in plans)
+    fewest: int | None = groups
+    if not fits:
+        fewest = least_groups_that_fit(manifest, layout, budget_bytes=budget_bytes)
     if dry_run:
         if as_json:
             rows = [{**asdict(plan), "fits": plan.fits} for plan in plans]
             shown = {"model_id": layout.model_id, "layout_id": layout.layout_id, "wire": wire}
-            typer.echo(json.dumps({**shown, "groups": rows}))
+            typer.echo(json.dumps({**shown, "groups": rows, "groups_that_fit": fewest}))
         else:
-            _print_layout(layout, plans, budget_bytes)
-        return
-    for plan in plans:
-        if not plan.fits:
+            _print_layout(layout, plans, size_text(budget_bytes))
+        if not fits:
             typer.echo(
-                f"note: group {plan.group} needs {plan.memory_bytes / 1e6:.0f} MB, more than "
-                f"--memory {memory}; its workers need `--memory` to match, or use more groups",
+                f"a worker of {memory} does not hold every group: {_remedy(plans, fewest)}",
                 err=True,
             )
+            raise typer.Exit(EXIT_FAILED)
+        return
+    if not fits:
+        typer.echo(
+            f"note: a worker of --memory {memory} does not hold every group: "
+            f"{_remedy(plans, fewest)}",
+            err=True,
+        )
     with open_stores(config) as stores:
         shards = ShardStore(stores.weights)
         left_behind = _serving_another_layout(stores, shards, layout)
@@ -129,6 +140,9 @@ def load(
 @app.command()
 def inspect(model: ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> None:
     """Show a model's config, its shards and the chunks that the kernel eats.
+
+    A chunk is a block of rows of a matrix, small enough to stay in a local store of 256 KiB beside
+    the next one: the unit that is read at once, by one DMA.
 
     Example: cellpipe inspect ./model.gguf --json
     """
@@ -172,6 +186,10 @@ def inspect(model: ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> No
                 f"{matrix.chunk_bytes / 1024:.1f}",
             )
     console.print(matrices)
+    console.print(
+        "a chunk is a block of rows of a matrix: what the kernel reads at once (a DMA), so small "
+        "that two of them stay in a local store of 256 KiB"
+    )
     console.print(f"total {inspection.num_bytes / 1e6:.1f} MB in {inspection.num_chunks} chunks")
 
 
@@ -197,6 +215,12 @@ def _serving_another_layout(stores: Stores, shards: ShardStore, layout: Layout) 
     return 0 if current == layout else len(Presence(stores.meta).workers(current))
 
 
+def _remedy(plans: Sequence[GroupPlan], fewest: int | None) -> str:
+    """What to do when a group does not fit. `fewest` groups would, None for no number."""
+    enough = f"workers with --memory {enough_text(max(plan.memory_bytes for plan in plans))}"
+    return f"it takes {enough}" + ("" if fewest is None else f", or --groups {fewest}")
+
+
 def _groups(number: int) -> str:
     return "1 group" if number == 1 else f"{number} groups"
 
@@ -208,13 +232,13 @@ def _packed(config: Config, model: str) -> PackedModel:
         return open_model(model, config.cache_dir, progress=bar.show)
 
 
-def _print_layout(layout: Layout, plans: Sequence[GroupPlan], budget_bytes: int) -> None:
+def _print_layout(layout: Layout, plans: Sequence[GroupPlan], budget: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(
         "group", "layers", "shards MB", "chunks", "KV bytes per token", "hop bytes per token",
-        "worker MB", f"fits {budget_bytes / 1e6:.1f} MB",
+        "worker MB", f"fits {budget}",
         title=f"{layout.model_id} in {_groups(len(plans))}, {layout.wire} wire",
     )  # fmt: skip
     for plan in plans:
@@ -228,4 +252,10 @@ def _print_layout(layout: Layout, plans: Sequence[GroupPlan], budget_bytes: int)
             f"{plan.memory_bytes / 1e6:.1f}",
             "yes" if plan.fits else "NO",
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"worker MB are its shards and {WORKER_BASE_BYTES / 1e6:.0f} MB that its process takes "
+        "beside them: Python, NumPy, clients, buffers. KV rows come on top, per token of each "
+        "request."
+    )

@@ -54,7 +54,7 @@ class Overview:
         shown = asdict(self)
         for entry, worker in zip(shown["workers"], self.workers, strict=True):
             del entry["stage_us"]
-            entry["stages_us"] = _mean_stages_us(worker)
+            entry["stages_us"] = mean_stages_us(worker)
         return shown
 
 
@@ -112,7 +112,7 @@ def _read_broker(overview: Overview, amqp_url: str, layout: Layout | None) -> No
     except ConfigError:
         raise
     except CellpipeError as error:
-        overview.problems.append(str(error))
+        overview.problems.insert(0, str(error))  # nothing runs without it
         return
     try:
         overview.broker_up = True
@@ -127,7 +127,7 @@ def _read_broker(overview: Overview, amqp_url: str, layout: Layout | None) -> No
         broker.close()
 
 
-def _mean_stages_us(worker: WorkerInfo) -> dict[str, float]:
+def mean_stages_us(worker: WorkerInfo) -> dict[str, float]:
     """What a decode step waits for at a worker, on average; empty before its first one."""
     if not worker.num_decode_steps:
         return {}
@@ -151,9 +151,9 @@ def print_overview(overview: Overview) -> None:
     up = {True: "[green]up[/green]", False: "[red]down[/red]"}
     console.print(f"RabbitMQ {up[overview.broker_up]}, Redis {up[overview.redis_up]}")
     if overview.groups:
-        groups = Table("group", "layers", "shards MB", "workers", "queued", title=(
-            f"{overview.model_id}, layout {overview.layout_id}"
-        ))  # fmt: skip
+        # Not the title of the table: that is wrapped to its width.
+        console.print(f"{overview.model_id}, layout {overview.layout_id}", soft_wrap=True)
+        groups = Table("group", "layers", "shards MB", "workers", "queued")
         for state in overview.groups:
             groups.add_row(
                 str(state.group),

@@ -100,6 +100,12 @@ class BatchBar:
         if self._progress is not None:
             self.show(batch)
             self._progress.stop()
+        if num_before == batch.num_done == batch.num_requests:
+            self._print(
+                f"{batch.num_done} of {batch.num_requests} done before, nothing was to do, "
+                f"{batch.num_failed} with errors"
+            )
+            return
         earlier = f", {num_before} of them before" if num_before else ""
         self._print(
             f"{batch.num_done} of {batch.num_requests} done{earlier}, {self._told(batch)}, "

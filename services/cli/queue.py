@@ -27,7 +27,7 @@ from services.cli.generate import (
     sampling_of,
 )
 from services.cli.settings import load_config
-from services.cli.tree import EXIT_INTERRUPTED, app
+from services.cli.tree import app
 from shared.errors import (
     ConfigError,
     PermanentError,
@@ -126,7 +126,7 @@ def result(
     model: LoadedModel = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the answer to a request. Exit code 3 when there is none yet, 1 when it failed.
+    """Print the answer to a request. Exit code 3: none yet; 1: it failed or was cancelled.
 
     Answers are kept for an hour. Ctrl-C stops reading, not the request; so does --timeout, with
     exit code 3.
@@ -158,7 +158,7 @@ def result(
     if reply.finish_reason is FinishReason.ERROR:
         raise PermanentError(reply.error)
     if reply.finish_reason is FinishReason.ABORT:
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise PermanentError(f"request {request_id} was cancelled")
 
 
 def _file_text(path: Path) -> str:

@@ -47,7 +47,8 @@ def with_cluster_urls(config: Config) -> Config:
         ]
         raise ConfigError(
             f"no cluster is known: {' and '.join(missing)} not set",
-            remedy="set them, or start private servers in this folder: infra/servers up",
+            remedy="set them, or start a private cluster in this folder: make up "
+            "(infra/servers up starts its servers alone)",
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -22,6 +22,7 @@ EXIT_INTERRUPTED = 130
 app = typer.Typer(
     name="cellpipe",
     help="Run a large language model on a crowd of small machines.",
+    epilog='Example: cellpipe run "Why is the sky blue?"',
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -8,10 +8,8 @@ from shared.errors import ConfigError, ModelError
 from shared.kernel.chunks import chunk_bytes
 from shared.manifest import Manifest, TensorEntry
 from shared.model.config import ModelConfig
-from shared.topology import WORKER_BASE_BYTES, Layout, group_shards
+from shared.topology import WORKER_BASE_BYTES, Layout, even_layout, group_shards
 from shared.wire import row_bytes
-
-# What a worker needs beside its shards: interpreter, NumPy, AMQP and Redis clients, buffers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +115,19 @@ def plan_layout(
             )
         )
     return tuple(plans)
+
+
+def least_groups_that_fit(
+    manifest: Manifest, layout: Layout, *, budget_bytes: int, base_bytes: int = WORKER_BASE_BYTES
+) -> int | None:
+    """How few even groups, of this layout's kind, all fit a worker; None when no number does."""
+    num_layers = layout.bounds[-1][1]
+    for num_groups in range(1, num_layers + 1):
+        cut = even_layout(layout.model_id, num_layers, num_groups, layout.queue_type, layout.wire)
+        plans = plan_layout(manifest, cut, budget_bytes=budget_bytes, base_bytes=base_bytes)
+        if all(plan.fits for plan in plans):
+            return num_groups
+    return None
 
 
 def inspect_model(manifest: Manifest) -> Inspection:

@@ -12,11 +12,12 @@ from typing import Protocol
 
 import structlog
 
-from shared.errors import CellpipeError, TransientError
+from shared.config import enough_text, size_text
+from shared.errors import CellpipeError, ConfigError, TransientError
 from shared.model.layer_group import LayerGroup
 from shared.store.presence import Presence
 from shared.store.presence_types import WorkerInfo, WorkerState
-from shared.topology import Layout
+from shared.topology import WORKER_BASE_BYTES, Layout
 
 log = structlog.get_logger()
 
@@ -35,6 +36,36 @@ class Serving(Protocol):
     def serve_group(self, group: int, layer_group: LayerGroup) -> None: ...
 
     def drop_group(self, group: int) -> None: ...
+
+
+def check_memory(
+    memory_bytes: int, layout: Layout, group_bytes: Sequence[int], wanted: Sequence[int]
+) -> None:
+    """Raise `ConfigError` when a process of so much memory cannot hold the wanted groups, or, with
+    none wanted, any group. Says what would be enough; whether a group exists, the claim says."""
+    if not all(0 <= group < layout.num_groups for group in wanted):
+        return
+    smallest = min(range(layout.num_groups), key=group_bytes.__getitem__)
+    groups = sorted(set(wanted)) or [smallest]
+    shard_bytes = sum(group_bytes[group] for group in groups)
+    need_bytes = shard_bytes + WORKER_BASE_BYTES
+    if memory_bytes >= need_bytes:
+        return
+    named = ", ".join(map(str, groups))
+    what = f"group {named}" if len(groups) == 1 else f"groups {named}"
+    if not wanted and layout.num_groups > 1:
+        what = f"the smallest group ({named})"
+    enough = enough_text(need_bytes)
+    options = "".join(f" --group {group}" for group in groups) if wanted else ""
+    more_groups = ""
+    if memory_bytes > WORKER_BASE_BYTES and layout.num_groups < layout.bounds[-1][1]:
+        more_groups = ", or cut the model into more groups: cellpipe load MODEL --groups N"
+    raise ConfigError(
+        f"--memory is {size_text(memory_bytes)}, and {what} of layout {layout.layout_id} needs "
+        f"{enough}: {enough_text(shard_bytes)} of shards, "
+        f"{enough_text(WORKER_BASE_BYTES)} for the process itself",
+        remedy=f"cellpipe worker{options} --memory {enough}{more_groups}",
+    )
 
 
 class Placement:

@@ -22,12 +22,12 @@ import structlog
 
 from services.worker.faults import Faults
 from services.worker.limits import GRAMMAR_BYTES, MIN_KV_CACHE_BYTES, WorkerLimits
-from services.worker.placement import Placement
+from services.worker.placement import Placement, check_memory
 from services.worker.shaping import processors_with
 from services.worker.watchdog import Watchdog
 from services.worker.worker import Membership, Worker
 from shared.broker.base import Broker
-from shared.errors import ConfigError, StoreUnavailable
+from shared.errors import StoreUnavailable
 from shared.kernel.weights import KernelBackend
 from shared.manifest import Manifest, ShardKind
 from shared.model.config import ModelConfig
@@ -101,11 +101,6 @@ class WorkerService:
         self.worker_id = new_worker_id()
         self._options = options
         self._weight_budget_bytes = options.memory_bytes - WORKER_BASE_BYTES
-        if self._weight_budget_bytes <= 0:
-            raise ConfigError(
-                f"--memory is {options.memory_bytes} bytes, and a worker takes "
-                f"{WORKER_BASE_BYTES} beside its weights"
-            )
         self._broker = broker
         self._backend = backend
         self._stopping = stopping
@@ -121,6 +116,7 @@ class WorkerService:
             group_bytes(self._manifest, self._layout, group)
             for group in range(self._layout.num_groups)
         ]
+        check_memory(options.memory_bytes, self._layout, self._group_bytes, options.groups)
         self._ledger = Ledger(stores.meta)
         self._attempts = Attempts(stores.meta)
         self._kv_pages = KvPages.of_layout(

@@ -13,6 +13,7 @@ repeated. No exception of redis-py leaves the package:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ _REASONS_BY_CODE = {
 }
 
 # A value of another type than its command is for, or one that our script cannot compute with.
+_CONNECTING = re.compile(r"^Error (-?\d+ )?connecting to \S+ ")
 _DAMAGE_MARKS = ("WRONGTYPE", "user_script:", "Error running script", "ID specified in XADD")
 
 Argument = str | bytes | memoryview | int
@@ -191,8 +193,9 @@ class Connection:
                 return StoreDamaged(f"Redis at {self.name} holds a damaged value: {text:.300}")
             return StoreUnavailable(f"Redis at {self.name} refuses: {text:.300}")
         if isinstance(error, RedisConnectionError):
+            why = _CONNECTING.sub("", text).rstrip(".")  # it begins with the address once more
             return StoreUnavailable(
-                f"no connection to Redis at {self.name}: {text:.300}",
+                f"no connection to Redis at {self.name}: {why:.300}",
                 remedy="check that the server runs and that the Redis URL is right",
             )
         return StoreUnavailable(f"Redis at {self.name}: {text:.300}")

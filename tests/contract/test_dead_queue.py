@@ -140,9 +140,12 @@ def test_what_nothing_can_be_asked_from_stays_in_the_queue(
 ) -> None:
     bury(broker, body)  # of the step there is no record
 
-    with pytest.raises(RequestError):
-        letters.retry(letters.letters()[0].letter_id)
+    (letter,) = letters.letters()
 
+    with pytest.raises(RequestError) as raised:
+        letters.retry(letter.letter_id)
+
+    assert raised.value.remedy == f"drop it: cellpipe dead purge {letter.letter_id}"
     assert len(letters.letters()) == 1
     assert drain(broker, REQUESTS_QUEUE) == []
 

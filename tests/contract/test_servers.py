@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,6 +103,42 @@ def test_down_stops_what_up_started_and_keeps_the_data(data: Path) -> None:
     again = json.loads(run(data, "up", "--only", "redis", "--json").stdout)["redis_url"]
     with redis.Redis.from_url(again) as client:
         assert client.get("kept") == b"yes"
+
+
+def test_the_ports_of_last_time_are_taken_again_when_they_are_free(data: Path) -> None:
+    def port_after(verb: str) -> tuple[int, str]:
+        done = run(data, verb, "--only", "redis", "--json")
+        return json.loads(done.stdout)["redis_port"], done.stderr
+
+    first, _ = port_after("up")
+    run(data, "down")
+    again, _ = port_after("up")
+    run(data, "down")
+    with socket.create_server(("127.0.0.1", first)):
+        meanwhile, told = port_after("up")
+
+    assert again == first
+    assert meanwhile != first
+    assert f"port {first}" in told
+
+
+def test_a_damaged_list_of_ports_is_none(data: Path) -> None:
+    data.mkdir()
+    (data / "ports.json").write_text('{"redis": "six"}')
+
+    assert run(data, "up", "--only", "redis").returncode == 0
+
+
+def test_env_prints_what_a_shell_takes_and_nothing_else(data: Path) -> None:
+    before = run(data, "env", "--only", "redis")
+    up = run(data, "up", "--only", "redis")
+
+    during = run(data, "env", "--only", "redis")
+
+    assert (before.returncode, before.stdout) == (3, "")
+    assert "infra/servers up" in before.stderr
+    assert (during.returncode, during.stdout, during.stderr) == (0, up.stdout, "")
+    assert "export" not in run(data, "status", "--only", "redis").stdout
 
 
 def test_a_pid_that_belongs_to_another_process_is_left_alone(data: Path) -> None:

@@ -87,6 +87,23 @@ def test_servers_that_are_down_are_named_without_their_password(command: list[st
     assert "Traceback" not in result.stderr
 
 
+def test_an_error_names_the_address_once_and_status_the_broker_first() -> None:
+    settings = {
+        "CELLPIPE_AMQP_URL": f"amqp://guest:guest@{CLOSED_PORT_URL}/",
+        "CELLPIPE_REDIS_URL": f"redis://{CLOSED_PORT_URL}/0",
+    }
+
+    workers = cellpipe("workers", settings=settings)
+    status = json.loads(cellpipe("status", "--json", settings=settings).stdout)
+
+    assert workers.returncode == 3
+    assert workers.stderr.count(CLOSED_PORT_URL) == 1
+    assert [problem.split(" at ")[0] for problem in status["problems"]] == [
+        "no RabbitMQ",
+        "no connection to Redis",
+    ]
+
+
 @pytest.mark.servers
 def test_a_broker_that_is_down_is_named(fresh_redis_url: str) -> None:
     settings = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.app import PANELS
 from tests.gguf_files import write_gguf
 from tests.processes import CELLPIPE, REPO, cellpipe, environment
 
@@ -47,6 +49,17 @@ def test_wrong_usage_is_exit_code_2(options: list[str]) -> None:
 
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_help_names_every_command_once_in_groups() -> None:
+    shown = cellpipe("--help").stdout
+
+    for panel, names in PANELS.items():
+        assert panel in shown
+        for name in names:
+            assert len(re.findall(rf"^│ {name} ", shown, re.MULTILINE)) == 1, name
+    assert "Example: cellpipe run" in shown
+    assert "Example: " in cellpipe("dead").stdout + cellpipe("dead", "--help").stdout
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -101,6 +114,23 @@ def test_a_bias_and_log_probabilities_are_options_too(tiny: tuple[str, dict[str,
     assert [len(entry["top_logprobs"]) for entry in answer["logprobs"]] == [2] * 4
 
 
+def test_a_dry_run_that_fits_no_worker_fails_and_says_what_would_fit(
+    tiny: tuple[str, dict[str, str]],
+) -> None:
+    model, settings = tiny
+
+    fits = cellpipe("load", model, "--dry-run", settings=settings)
+    small = cellpipe("load", model, "--dry-run", "--memory", "80MiB", settings=settings)
+    as_json = cellpipe("load", model, "--dry-run", "--memory", "80MiB", "--json", settings=settings)
+
+    assert (fits.returncode, small.returncode, as_json.returncode) == (0, 1, 1)
+    assert "fits 256MiB" in fits.stdout
+    assert "90 MB that its process takes" in fits.stdout
+    assert "workers with --memory 86MiB" in small.stderr
+    assert "--groups" not in small.stderr  # no number of them would do
+    assert json.loads(as_json.stdout)["groups_that_fit"] is None
+
+
 def test_a_full_disk_is_said_in_one_line(tiny: tuple[str, dict[str, str]]) -> None:
     path, settings = tiny
     with Path("/dev/full").open("wb") as full:
@@ -141,6 +171,27 @@ def test_respawn_brings_a_killed_command_back_and_passes_sigterm_on(tmp_path: Pa
         assert respawn.wait(timeout=10) == 128 + signal.SIGTERM
         with pytest.raises(ProcessLookupError):
             os.kill(second, 0)
+    finally:
+        if respawn.poll() is None:
+            respawn.kill()
+
+
+def test_respawn_leaves_alone_what_has_left_and_does_not_end_the_others() -> None:
+    script = "print('started', flush=True)"
+    respawn = subprocess.Popen(
+        [REPO / "infra" / "respawn", sys.executable, "-c", script],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert respawn.stderr is not None
+        told = respawn.stderr.readline()  # after the command has ended
+        assert "not started again" in told
+        assert respawn.poll() is None  # a Procfile runner would end the rest
+
+        respawn.send_signal(signal.SIGTERM)
+
+        stdout, _ = respawn.communicate(timeout=10)  # nothing that it started holds its output
+        assert (respawn.returncode, stdout) == (0, "started\n")
     finally:
         if respawn.poll() is None:
             respawn.kill()

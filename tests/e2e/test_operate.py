@@ -50,16 +50,23 @@ def test_an_operator_sees_cancels_drains_and_buries(
         assert isinstance(end, FinalEvent)
         assert end.finish_reason is FinishReason.ABORT
         assert "abort" in again.stdout
+        cancelled = cluster.run("result", "r-waiting")
+        assert cancelled.returncode == 1  # 130 is for Ctrl-C
+        assert "cancelled" in cancelled.stderr
 
         # workers and drain
         worker = cluster.start("worker")
         cluster.wait_until_serving(1)
         (seen,) = json.loads(cluster.run("workers", "--json").stdout)
         assert (seen["state"], seen["pid"], seen["groups"]) == ("serving", worker.pid, [0])
-        assert cluster.run("drain", "nobody").returncode == 2
-        assert cluster.run("drain", seen["worker_id"]).returncode == 0
+        assert cluster.run("drain", "nobody").returncode == 1
+        assert cluster.run("dead", "show", "0000").returncode == 1
+        assert seen["stages_us"] == {}  # by stage, once it has decoded
+        drained = cluster.run("drain", seen["worker_id"], "--json")
+        assert json.loads(drained.stdout) == {"worker_id": seen["worker_id"], "state": "draining"}
         assert worker.wait(WAIT_S) == 0
-        assert json.loads(cluster.run("workers", "--json").stdout) == []
+        nobody = cluster.run("workers", "--json")
+        assert (nobody.returncode, json.loads(nobody.stdout)) == (3, [])
 
         # dead letters
         cluster.run("dead", "purge", "--all")
@@ -69,8 +76,13 @@ def test_an_operator_sees_cancels_drains_and_buries(
         assert letter_id, listed.stdout + listed.stderr
         shown = json.loads(cluster.run("dead", "show", letter_id[0], "--json").stdout)
         retried = cluster.run("dead", "retry", letter_id[0])
+        rows = cluster.run("dead", "show", letter_id[0]).stdout
         purged = cluster.run("dead", "purge", letter_id[0])
         assert bytes.fromhex(shown["body_hex"]) == b"\x93garbage"
         assert retried.returncode == 1
+        assert f"cellpipe dead purge {letter_id[0]}" in retried.stderr
+        assert shown["history"]["group"] is shown["history"]["died_unix_ms"] is None
+        assert "died" not in rows
+        assert "reason" not in rows
         assert purged.stdout == "1 dropped\n"
         assert cluster.run("dead", "list").stdout == "no dead letters\n"

@@ -188,7 +188,10 @@ def test_a_batch_that_is_killed_is_gone_on_with_and_has_one_line_each(
     assert last.returncode == 1, last.stderr  # for the lines that ask for what is not served
     assert f"{NUM_LINES} of {NUM_LINES} done" in last.stderr
     assert f"{NUM_LINES // 10} with errors" in last.stderr
-    assert f"{NUM_LINES} of them before" in once_more.stderr
+    assert "--attempt 2" in last.stderr
+    assert "line 8 ('line 007'): " in last.stderr
+    assert "nothing was to do" in once_more.stderr
+    assert "tok/s" not in once_more.stderr
     lines = [json.loads(text) for text in answers.read_text().splitlines()]
     assert sorted(line["custom_id"] for line in lines) == [f"line {n:03}" for n in range(NUM_LINES)]
     for line in lines:

@@ -71,9 +71,8 @@ class Batch:
             return submit(request, **options)
 
         producer.submit = counted  # type: ignore[method-assign]
-        keys = [entry.key for entry in batch.entries]
         reading = Reading(self.model, chat_tokens=8)
-        with closing(BatchOutput(self.output, keys, attempt=attempt)) as output:
+        with closing(BatchOutput(self.output, batch.entries, attempt=attempt)) as output:
             run = BatchRun(
                 producer,
                 output,
@@ -420,6 +419,9 @@ def test_an_output_of_another_input_is_refused(tmp_path: Path) -> None:
     batch.run()
     batch.input.write_text(json.dumps(chat_line("a", text="another")) + "\n")
 
+    with pytest.raises(ConfigError, match=r"line 1 of .* answers 'a' as it was: line 1 of the"):
+        batch.run()
+    batch.input.write_text(json.dumps(chat_line("b")) + "\n")
     with pytest.raises(ConfigError, match="no answer to this input"):
         batch.run()
 
@@ -449,14 +451,41 @@ def test_an_empty_input_is_refused(tmp_path: Path, text: str) -> None:
         BatchInput(path, salt="")
 
 
-def test_request_ids_depend_on_file_salt_and_custom_id(tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_text(json.dumps(chat_line("a")) + "\n" + json.dumps(chat_line("b")))
-    first = [entry.request_id for entry in BatchInput(path, salt="model 1").entries]
-    again = [entry.request_id for entry in BatchInput(path, salt="model 1").entries]
-    other = [entry.request_id for entry in BatchInput(path, salt="model 2").entries]
-    path.write_text(path.read_text() + "\n")
-    longer = [entry.request_id for entry in BatchInput(path, salt="model 1").entries]
+def test_repaired_lines_alone_are_asked_for_anew(tmp_path: Path) -> None:
+    lines: list[Any] = [chat_line("a"), chat_line("b", suffix="x"), "{not json", chat_line("d")]
+    batch = Batch(tmp_path, lines)
+    before = batch.run()
+    kept = batch.by_id()
+    assert before.progress().num_failed == 2
+    first, second = before.output.failures
+    assert first.startswith("line 2 ('b'): ")
+    assert "suffix" in first
+    assert second.startswith("line 3: ")
+    batch.submitted.clear()
 
-    assert first == again
-    assert len({*first, *other, *longer}) == 6
+    repaired = [chat_line("a"), chat_line("b"), chat_line("c"), chat_line("d")]
+    batch.input.write_text("".join(json.dumps(line) + "\n" for line in repaired))
+    run = batch.run()
+
+    assert (run.progress().num_done, run.progress().num_failed) == (4, 0)
+    assert run.output.num_repaired == 2
+    after = batch.by_id()
+    assert len(batch.submitted) == 2
+    assert (after["a"], after["d"]) == (kept["a"], kept["d"])
+    assert {line["response"]["status_code"] for line in after.values()} == {200}
+
+
+def test_request_ids_depend_on_line_salt_and_custom_id(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+
+    def ids(salt: str, *lines: Any) -> list[str]:
+        path.write_text("\n".join(map(json.dumps, lines)))
+        return [entry.request_id for entry in BatchInput(path, salt=salt).entries]
+
+    first = ids("model 1", chat_line("a"), chat_line("b"))
+
+    assert ids("model 1", chat_line("a"), chat_line("b")) == first
+    assert ids("model 1", chat_line("c"), chat_line("b"))[1] == first[1]
+    other = ids("model 2", chat_line("a"), chat_line("b"))
+    changed = ids("model 1", chat_line("a", text="x"), chat_line("b", text="x"))
+    assert len({*first, *other, *changed}) == 6

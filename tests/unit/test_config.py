@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.backoff import Backoff
-from shared.config import Config, parse_size
+from shared.config import Config, enough_text, parse_size, size_text
 from shared.errors import ConfigError
 from shared.logs import redact
 
@@ -47,6 +47,16 @@ def test_sizes_are_parsed(text: str, size: int) -> None:
 def test_bad_sizes_name_the_field(text: str) -> None:
     with pytest.raises(ConfigError, match="--memory"):
         parse_size(text, field="--memory")
+
+
+@pytest.mark.parametrize("text", ["128MiB", "2GiB", "1500MB", "512 bytes"])
+def test_sizes_are_told_as_they_were_given(text: str) -> None:
+    assert size_text(parse_size(text.removesuffix(" bytes"), field="--memory")) == text
+
+
+def test_a_size_that_no_unit_divides_is_rounded_and_what_is_enough_is_not_less() -> None:
+    assert size_text(44_217_729) == "44.2MB"
+    assert parse_size(enough_text(44_217_729), field="--memory") >= 44_217_729
 
 
 def test_passwords_in_urls_are_redacted() -> None:

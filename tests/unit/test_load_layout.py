@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.loader.layout import inspect_model, plan_layout
+from services.loader.layout import inspect_model, least_groups_that_fit, plan_layout
 from services.loader.packed import open_packed
 from shared.errors import ConfigError, ModelError
 from shared.manifest import Manifest
@@ -65,6 +65,22 @@ def test_a_budget_decides_group_by_group(manifest: Manifest) -> None:
 
     assert sum(plan.fits for plan in plans) == 2
     assert [plan.fits for plan in plans] == [size <= sorted(sizes)[1] for size in sizes]
+
+
+def test_the_fewest_groups_that_fit_are_found(manifest: Manifest) -> None:
+    layout = even_layout(manifest.model_id, 5, 1)
+
+    def largest(num_groups: int) -> int:
+        plans = plan_layout(manifest, even_layout(manifest.model_id, 5, num_groups))
+        return max(plan.memory_bytes for plan in plans)
+
+    def fewest(budget_bytes: int) -> int | None:
+        return least_groups_that_fit(manifest, layout, budget_bytes=budget_bytes)
+
+    assert largest(2) < largest(1)
+    assert fewest(largest(1)) == 1
+    assert fewest(largest(1) - 1) == 2
+    assert fewest(WORKER_BASE_BYTES) is None
 
 
 def test_wrong_input_is_refused(manifest: Manifest) -> None:

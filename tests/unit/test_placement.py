@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
-from services.worker.placement import ADOPT_AFTER_S, LOAD_AGAIN_AFTER_S, Placement
-from shared.errors import ShardError
+import pytest
+
+from services.worker.placement import (
+    ADOPT_AFTER_S,
+    LOAD_AGAIN_AFTER_S,
+    Placement,
+    check_memory,
+)
+from shared.config import parse_size
+from shared.errors import ConfigError, ShardError
 from shared.store.connection import connect
 from shared.store.presence import Presence
 from shared.store.presence_types import WorkerInfo, WorkerState
@@ -56,6 +65,30 @@ def other(presence: Presence, name: str, group: int, state: WorkerState) -> None
 def balance_for(placement: Placement, worker: Groups, seconds: float) -> None:
     for second in range(int(seconds) + 1):
         placement.balance(worker, float(second))
+
+
+@pytest.mark.parametrize(
+    ("memory", "wanted", "what"),
+    [
+        ("128MiB", (1,), "group 1"),
+        ("30MiB", (), "the smallest group (0)"),
+        ("200MiB", (0, 1), "groups 0, 1"),
+    ],
+)
+def test_too_little_memory_is_told_in_the_users_unit_with_what_is_enough(
+    memory: str, wanted: tuple[int, ...], what: str
+) -> None:
+    sizes = (50_000_000, 80_000_000)
+    memory_bytes = parse_size(memory, field="--memory")
+
+    with pytest.raises(ConfigError) as raised:
+        check_memory(memory_bytes, LAYOUT, sizes, wanted)
+
+    assert f"--memory is {memory}, and {what} of layout even2 needs " in str(raised.value)
+    enough = re.search(r"cellpipe worker.* --memory (\w+)", raised.value.remedy or "")
+    assert enough is not None
+    assert ("--groups" in raised.value.remedy) == (memory != "30MiB")  # no cut is that small
+    check_memory(parse_size(enough[1], field="--memory"), LAYOUT, sizes, wanted)
 
 
 def test_what_nobody_serves_is_adopted_after_a_while() -> None:
