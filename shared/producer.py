@@ -25,23 +25,23 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import NoReturn
 
 from shared import codec
 from shared.broker.base import Broker, Outgoing
+from shared.ended import aborted_record, reply_of, unfinished
 from shared.errors import (
     ErrorCode,
     Overloaded,
     PermanentError,
     PublishRefused,
     RequestError,
-    StoreDamaged,
     TransientError,
 )
-from shared.messages import FinishReason, Reply, Request, SamplingParams
+from shared.messages import FinishReason, Reply, Request
+from shared.outage import OUTAGE_PATIENCE_S, OnOutage, wait_out
 from shared.store.ledger import Ledger
 from shared.store.ledger_base import START, RequestLedger
-from shared.store.ledger_types import Event, FinalEvent, LedgerRecord, RequestState, TokenEvent
+from shared.store.ledger_types import Event, FinalEvent, RequestState, TokenEvent
 from shared.text.detokenizer import Detokenizer
 from shared.text.tokenizer import Tokenizer
 from shared.topology import BATCH_QUEUE, REQUESTS_QUEUE, control_queues
@@ -71,6 +71,8 @@ class Producer:
     `pause` is what `events` does after each read, given the request's id, so that the next one
     brings several tokens.
     `stream` and `result` need the model's `tokenizer`.
+    Whoever follows an answer waits `patience_s` for a store that does not answer, and goes on where
+    it was: `events`, `stream` and `result`. The others raise `StoreUnavailable` at once.
     """
 
     def __init__(
@@ -80,11 +82,13 @@ class Producer:
         *,
         tokenizer: Tokenizer | None = None,
         pause: Callable[[str], None] | None = None,
+        patience_s: float = OUTAGE_PATIENCE_S,
     ) -> None:
         self._broker = broker
         self._ledger = ledger
         self._tokenizer = tokenizer
         self._pause = pause
+        self._patience_s = patience_s
 
     def submit(self, request: Request, *, batch: bool = False, timeout_s: float = 10.0) -> str:
         """Hand a request over; when this returns, the broker has it and it will be answered.
@@ -115,18 +119,20 @@ class Producer:
         after: str = START,
         silence_s: float | None = None,
         on_silence: Callable[[], None] | None = None,
+        on_outage: OnOutage | None = None,
         deadline_unix_ms: int = 0,
     ) -> Iterator[Event]:
         """Yield a request's events after the event id `after`, ending with the final one.
 
         Calls `on_silence` about once a second while nothing comes, and raises `TransientError`
         after `silence_s` seconds of it, or when the request's deadline is over and its end, which
-        the scheduler then writes, does not come.
+        the scheduler then writes, does not come. Calls `on_outage` when the store stops answering,
+        and raises `StoreUnavailable` when it does not come back in time.
         """
         heard_s = time.monotonic()
         while True:
             block_ms = 1000 if silence_s is None else max(1, min(1000, int(silence_s * 1000)))
-            events = self._ledger.events(request_id, after, block_ms=block_ms)
+            events = self._read(request_id, after, block_ms, self._patience_s, on_outage)
             for event in events:
                 yield event
                 if isinstance(event, FinalEvent):
@@ -139,7 +145,7 @@ class Producer:
                 continue
             if on_silence is not None:
                 on_silence()
-            if 0 < deadline_unix_ms < _unix_ms() - DEADLINE_GRACE_MS:
+            if 0 < deadline_unix_ms < time.time_ns() // 1_000_000 - DEADLINE_GRACE_MS:
                 raise TransientError(
                     f"the deadline of request {request_id} has passed, and nobody has ended it",
                     remedy="look at the cluster: cellpipe status",
@@ -156,6 +162,7 @@ class Producer:
         *,
         silence_s: float | None = None,
         on_silence: Callable[[], None] | None = None,
+        on_outage: OnOutage | None = None,
     ) -> Iterator[str]:
         """Yield a request's text as it comes, in whole characters, from its beginning.
 
@@ -163,7 +170,9 @@ class Producer:
         request's own error when it failed, and what `events` does.
         """
         detokenizer = Detokenizer(self._require_tokenizer())
-        for event in self.events(request_id, silence_s=silence_s, on_silence=on_silence):
+        for event in self.events(
+            request_id, silence_s=silence_s, on_silence=on_silence, on_outage=on_outage
+        ):
             if isinstance(event, TokenEvent):
                 text = detokenizer.feed([event.token_id])
             else:
@@ -173,11 +182,18 @@ class Producer:
             if isinstance(event, FinalEvent) and event.finish_reason is FinishReason.ERROR:
                 raise PermanentError(event.error)
 
-    def result(self, request_id: str, *, timeout_s: float | None = None) -> Reply:
+    def result(
+        self,
+        request_id: str,
+        *,
+        timeout_s: float | None = None,
+        on_silence: Callable[[], None] | None = None,
+        on_outage: OnOutage | None = None,
+    ) -> Reply:
         """The whole answer, once there is one; a failure is in its `error`.
 
         Waits `timeout_s` for it, None for ever. Raises `TransientError` when it has not ended by
-        then, `StoreDamaged` when the store has lost tokens of it.
+        then, `StoreDamaged` when the store has lost tokens of it. The others are as of `events`.
         """
         tokenizer = self._require_tokenizer()
         give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -186,14 +202,17 @@ class Producer:
         while True:
             left_s = 1.0 if give_up_s is None else give_up_s - time.monotonic()
             block_ms = max(0, min(1000, int(left_s * 1000)))
-            events = self._ledger.events(request_id, after, block_ms=block_ms)
+            patience_s = self._patience_s if give_up_s is None else min(left_s, self._patience_s)
+            events = self._read(request_id, after, block_ms, patience_s, on_outage)
             for event in events:
                 if isinstance(event, FinalEvent):
-                    return _reply_of(request_id, event, tokens, tokenizer)
+                    return reply_of(request_id, event, tokens, tokenizer)
                 tokens.append(event)
                 after = event.event_id
             if not events and left_s <= 0:
-                self._raise_unfinished(request_id, len(tokens))
+                raise unfinished(request_id, len(tokens), is_known=bool(self.states([request_id])))
+            if not events and on_silence is not None:
+                on_silence()
 
     def new_events(self, after: Mapping[str, str]) -> dict[str, list[Event]]:
         """What has come of several requests after an event of each, without waiting for more."""
@@ -203,33 +222,47 @@ class Producer:
         """How far those requests are that a scheduler has admitted, in one round trip."""
         return self._ledger.states(request_ids)
 
-    def cancel(self, request_id: str, *, is_submitted: bool = False) -> None:
+    def cancel(
+        self,
+        request_id: str,
+        *,
+        is_submitted: bool = False,
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> None:
         """End a request from outside; nothing happens if it has ended.
+
+        The `reason` is STOP for one whose text is whole, since a stop string has ended it.
 
         Raises `RequestError` if no scheduler has admitted it (yet), unless `is_submitted` says that
         it was handed over: then it ends in its queue.
         """
-        if self._ledger.finish(request_id, FinishReason.ABORT):
+        if self._ledger.finish(request_id, reason):
             return
-        if is_submitted and self._ledger.refuse(_aborted(request_id)):
+        if is_submitted and self._ledger.refuse(aborted_record(request_id)):
             return
         # A scheduler may have admitted it between the two.
-        if not self._ledger.finish(request_id, FinishReason.ABORT) and not self.states(
-            [request_id]
-        ):
+        if not self._ledger.finish(request_id, reason) and not self.states([request_id]):
             raise RequestError(f"request {request_id} is not known")
+
+    def _read(
+        self,
+        request_id: str,
+        after: str,
+        block_ms: int,
+        patience_s: float,
+        on_outage: OnOutage | None,
+    ) -> list[Event]:
+        return wait_out(
+            lambda: self._ledger.events(request_id, after, block_ms=block_ms),
+            what=f"request {request_id} cannot be read",
+            patience_s=patience_s,
+            on_outage=on_outage,
+        )
 
     def _require_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise ValueError("a Producer without a tokenizer has tokens alone: use events")
         return self._tokenizer
-
-    def _raise_unfinished(self, request_id: str, num_tokens: int) -> NoReturn:
-        if self._ledger.states([request_id]):
-            raise TransientError(f"request {request_id} runs, and has {num_tokens} tokens so far")
-        raise TransientError(
-            f"request {request_id} is not known: it waits in its queue, or ended long ago"
-        )
 
 
 @contextmanager
@@ -258,45 +291,3 @@ def open_producer(
         with closing(RabbitmqBroker.connect(amqp_url)) as broker:
             broker.declare(control_queues())
             yield Producer(broker, Ledger(stores.meta), tokenizer=tokenizer)
-
-
-def _aborted(request_id: str) -> LedgerRecord:
-    """The record of a request that was cancelled before anybody looked at it."""
-    return LedgerRecord(
-        request_id=request_id,
-        model_id="",
-        layout_id="",
-        prompt_token_ids=(),
-        sampling=SamplingParams(),
-        max_position=0,
-        created_unix_ms=_unix_ms(),
-        finish_reason=FinishReason.ABORT,
-    )
-
-
-def _reply_of(
-    request_id: str, end: FinalEvent, tokens: list[TokenEvent], tokenizer: Tokenizer
-) -> Reply:
-    token_ids = tuple(event.token_id for event in tokens)
-    logprobs = tuple(event.logprobs for event in tokens if event.logprobs is not None)
-    if end.num_generated != len(token_ids):
-        raise StoreDamaged(
-            f"the store holds {len(token_ids)} of the {end.num_generated} tokens of "
-            f"request {request_id}"
-        )
-    return Reply(
-        request_id=request_id,
-        finish_reason=end.finish_reason,
-        text=tokenizer.decode(token_ids, skip_special=True),
-        token_ids=token_ids,
-        num_prompt_tokens=end.num_prompt_tokens,
-        error=end.error,
-        num_cached_tokens=end.num_cached,
-        error_code=end.error_code,
-        error_param=end.error_param,
-        logprobs=logprobs if logprobs and len(logprobs) == len(token_ids) else None,
-    )
-
-
-def _unix_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -72,11 +72,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What lines are read for. A body may call the model by `own_name` too; `chat_tokens` is for a
-    chat that names no limit, None for what the model holds."""
+    """What lines are read for. `chat_tokens` is for a chat that names no limit, None for what the
+    model holds."""
 
     model: ApiModel
-    own_name: str = ""
     chat_tokens: int | None = None
 
 
@@ -143,8 +142,6 @@ def _read(entry: Entry, text: bytes, reading: Reading) -> Line:
         raise ApiError(400, "method must be POST", param="method")
     if not isinstance(body, dict):
         raise ApiError(400, "body must be an object", param="body")
-    if reading.own_name and body.get("model") == reading.own_name:
-        body = {**body, "model": ""}
     return _line_of(entry, check_body(body, KINDS[url]), reading)
 
 

@@ -20,7 +20,7 @@ from shared.api.errors import ApiError, api_error
 from shared.api.model import ApiModel
 from shared.backoff import Backoff
 from shared.errors import Overloaded, PermanentError, RequestError, TransientError
-from shared.messages import Request
+from shared.messages import FinishReason, Request
 from shared.producer import Producer
 
 log = structlog.get_logger()
@@ -190,7 +190,7 @@ class BatchRun:
             running[request_id].take(events)
         for request_id, part in running.items():
             if part.choice.was_cut and part.choice.final is None:
-                self.producer.cancel(request_id, is_submitted=True)
+                self.producer.cancel(request_id, is_submitted=True, reason=FinishReason.STOP)
 
     def _write(self, answer: LineAnswer) -> None:
         try:

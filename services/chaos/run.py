@@ -108,7 +108,7 @@ def run_chaos(
         dead_queue = DeadQueue(broker, Ledger(stores.meta))
         dead_before = {letter.letter_id for letter in dead_queue.letters()}
         load = Load(
-            Producer(broker, Ledger(stores.meta)),
+            Producer(broker, Ledger(stores.meta), patience_s=0.0),  # the load tries again itself
             questions,
             num_requests=options.num_requests,
             duration_s=options.duration_s,

@@ -9,7 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import PermanentError, StoreDamaged
+from shared.errors import (
+    CellpipeError,
+    Overloaded,
+    PermanentError,
+    StoreDamaged,
+    StoreUnavailable,
+    TransientError,
+    Unroutable,
+)
 from shared.messages import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -54,25 +62,53 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
     """Submit a request and follow it to its end; print text as it comes if `echo`.
 
     Ctrl-C cancels the request and returns what there is. Raises `PermanentError` with the request's
-    own error when it fails, `TransientError` when its end is not heard of in time.
+    own error when it fails, `TransientError` when its end is not heard of in time: of a cluster
+    that says how to read the answer later.
     """
+    answer = Answer()
+    try:
+        session.producer.submit(request)
+        _follow(session, request, answer, echo=echo)
+    except (Overloaded, Unroutable):
+        raise  # nothing was taken
+    except CellpipeError as error:
+        end_line(answer.text, shown=echo)
+        if isinstance(error, TransientError) and session.outlives_us:
+            raise with_id(error, request.request_id) from error
+        raise
+    except KeyboardInterrupt:  # the second: nobody waits for the end any more
+        end_line(answer.text, shown=echo)
+        if session.outlives_us:
+            tell(f"request {request.request_id} may run on: cellpipe cancel {request.request_id}")
+        raise
+    if echo and answer.text:
+        print(flush=True)
+    return answer
+
+
+def _follow(session: Session, request: Request, answer: Answer, *, echo: bool) -> None:
+    from shared.outage import wait_out
     from shared.store.ledger_base import START
     from shared.store.ledger_types import TokenEvent
     from shared.text.detokenizer import Detokenizer
     from shared.text.logprobs import ShownToken, chat_logprobs
 
-    answer = Answer()
     detokenizer = Detokenizer(session.tokenizer)
-    session.producer.submit(request)
     started_s = time.perf_counter()
     after = START
     with _waiting("reading the prompt", shown=echo) as hide:
+
+        def on_outage(_: StoreUnavailable) -> None:
+            hide()
+            tell_of_outage(answer.text if echo else "")
+
         while answer.finish_reason is None:
             try:
                 for event in session.producer.events(
                     request.request_id,
                     after=after,
                     on_silence=session.check,
+                    on_outage=on_outage,
                     deadline_unix_ms=request.deadline_unix_ms,
                 ):
                     after = event.event_id
@@ -101,10 +137,40 @@ def ask(session: Session, request: Request, *, echo: bool) -> Answer:
                         )
             except KeyboardInterrupt:
                 # Its final event ends the loop.
-                session.producer.cancel(request.request_id, is_submitted=True)
-    if echo and answer.text:
+                wait_out(
+                    lambda: session.producer.cancel(request.request_id, is_submitted=True),
+                    on_outage=on_outage,
+                )
+
+
+def end_line(text: str, *, shown: bool) -> None:
+    """So that what is told next begins a line of its own, after `text` that was shown."""
+    if shown and text and not text.endswith("\n"):
         print(flush=True)
-    return answer
+
+
+def tell_of_outage(text: str) -> None:
+    """Say that an answer pauses, of which `text` was shown; what was said goes on behind it."""
+    # On standard error: what is no part of the answer does not belong into a pipe.
+    if text and not text.endswith("\n"):
+        print(file=sys.stderr)
+    tell("Redis does not answer; waiting")
+
+
+def tell(text: str) -> None:
+    """Say something on standard error, on a line of its own."""
+    print(f"cellpipe: {text}", file=sys.stderr, flush=True)
+
+
+def with_id(error: TransientError, request_id: str) -> TransientError:
+    """The error of a request that was asked, and may be answered later."""
+    text = str(error)
+    return TransientError(
+        text if request_id in text else f"request {request_id}: {text}",
+        remedy=(f"{error.remedy}\n  " if error.remedy else "")
+        + f"read the answer later: cellpipe result {request_id} --follow\n"
+        f"  or end the request: cellpipe cancel {request_id} --queued",
+    )
 
 
 def _say(answer: Answer, text: str, *, echo: bool) -> None:

@@ -14,7 +14,7 @@ import typer
 
 from services.cli.generate import Cluster, Groups, Model, Threads
 from services.cli.progress import BatchBar
-from services.cli.settings import DEFAULT_MODEL, load_config
+from services.cli.settings import load_config
 from services.cli.tree import EXIT_FAILED, app
 from shared.errors import ConfigError
 from shared.messages import MAX_TOKENS_LIMIT
@@ -37,7 +37,7 @@ def batch(
         Path,
         typer.Option("--output", "-o", help="Where the answers go; it is gone on with."),
     ],
-    model: Model = DEFAULT_MODEL,
+    model: Model = "",
     cluster: Cluster = None,
     concurrency: Annotated[
         int, typer.Option(help="Requests under way at once.", min=1, max=10_000)
@@ -102,7 +102,6 @@ def batch(
                 concurrency=concurrency,
                 reading=Reading(
                     session.model,
-                    own_name=DEFAULT_MODEL if model == DEFAULT_MODEL else "",
                     chat_tokens=max_tokens,
                 ),
             )

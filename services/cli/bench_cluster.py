@@ -11,6 +11,7 @@ import typer
 from services.cli.bench import AsJson, PeerModel, bench
 from services.cli.progress import Teller
 from services.cli.settings import DEFAULT_MODEL, load_config, numbers
+from services.cli.terminating import end_clean_at_sigterm
 from shared.errors import ConfigError
 from shared.topology import QueueType, Wire
 
@@ -88,6 +89,7 @@ def cluster(
     from services.bench.report import to_dict, to_lines
     from services.loader.pull import resolve_model
 
+    end_clean_at_sigterm()
     config = load_config(quiet=True)
     options = ClusterOptions(
         model=model,

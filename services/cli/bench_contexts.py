@@ -83,12 +83,11 @@ def load_whole(config: Config, model: str, threads: int) -> LayerGroup:
     """All layers and both ends of a model, to be computed by a kernel of their own."""
     from services.cli.session import kernel_backend
     from services.embedded import load_group
-    from services.loader.packed import open_packed
-    from services.loader.pull import resolve_model
+    from services.loader.packed import open_model
     from shared.model.config import ModelConfig
     from shared.topology import even_layout
 
-    packed = open_packed(resolve_model(model, config.cache_dir), config.cache_dir)
+    packed = open_model(model, config.cache_dir)
     num_layers = ModelConfig.from_dict(packed.manifest.config).num_hidden_layers
     layout = even_layout(packed.manifest.model_id, num_layers, 1)
     backend = kernel_backend(config, threads)

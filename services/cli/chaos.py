@@ -10,6 +10,7 @@ import typer
 
 from services.cli.progress import Teller
 from services.cli.settings import DEFAULT_MODEL, load_config, with_cluster_urls
+from services.cli.terminating import end_clean_at_sigterm
 from services.cli.tree import EXIT_FAILED, app
 from shared.errors import ConfigError
 from shared.topology import Wire
@@ -109,6 +110,7 @@ def chaos(
     from services.chaos.run import ChaosOptions, run_chaos
     from services.chaos.schedule import parse_duration
 
+    end_clean_at_sigterm()
     config = load_config(quiet=True)
     texts = {
         "kill": kill, "stop": stop, "freeze": freeze, "restart": restart, "garbage": garbage,

@@ -29,9 +29,10 @@ from services.cli.generate import (
     sampling_of,
     seed_note,
 )
-from services.cli.settings import DEFAULT_MODEL, load_config
+from services.cli.settings import load_config
 from services.cli.tree import app
 from shared.errors import CellpipeError, ConfigError
+from shared.logs import redact
 from shared.messages import ChatMessage, Request
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Conversation:
 
 @app.command()
 def chat(
-    model: Model = DEFAULT_MODEL,
+    model: Model = "",
     cluster: Cluster = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
@@ -147,11 +148,24 @@ def chat(
             if text.startswith("/"):
                 typer.echo(talk.command(text), err=True)
             elif text:
-                _take_turn(session, talk, text, sampling, timeout_s=timeout)
+                _take_turn(
+                    session,
+                    talk,
+                    text,
+                    sampling,
+                    timeout_s=timeout,
+                    model=session.model_id if model else "",
+                )
 
 
 def _take_turn(
-    session: Session, talk: Conversation, text: str, sampling: SamplingParams, *, timeout_s: float
+    session: Session,
+    talk: Conversation,
+    text: str,
+    sampling: SamplingParams,
+    *,
+    timeout_s: float,
+    model: str = "",
 ) -> None:
     """Ask and show the answer. A request that fails ends its turn, not the conversation."""
     from shared.producer import new_request_id
@@ -161,15 +175,15 @@ def _take_turn(
         messages=talk.messages(text),
         sampling=sampling,
         deadline_unix_ms=deadline(timeout_s),
+        model=model,
     )
     try:
         answer = ask(session, request, echo=True)
     except ConfigError:
         raise
     except CellpipeError as error:
-        typer.echo(
-            f"{error}\n  {error.remedy or 'say it once more, or begin anew: /reset'}", err=True
-        )
+        remedy = error.remedy or "say it once more, or begin anew: /reset"
+        typer.echo(f"cellpipe: {redact(str(error))}\n  {redact(remedy)}", err=True)
     else:
         talk.answered(text, answer)
         typer.echo(answer.closing_line(), err=True)

@@ -19,7 +19,14 @@ from shared.config import parse_size
 STORE_FLUSH_S = 3.0
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="A loaded model. Default: the one loaded last.")
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A loaded model, by its name, name@digest or name in the catalog. "
+        "Default: the one loaded last.",
+        show_default=False,
+    ),
 ]
 
 

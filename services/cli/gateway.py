@@ -43,7 +43,12 @@ def gateway(model: ModelOption = "", *, options: GatewayOptions) -> None:
 @with_gateway_options
 def serve(
     model: Annotated[
-        str, typer.Option("--model", "-m", help="A catalog name or a path to a .gguf file.")
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A catalog name, a model's own name or name@digest, or a path to a .gguf file.",
+        ),
     ] = DEFAULT_MODEL,
     groups: Groups = 1,
     threads: Threads = 0,

@@ -26,7 +26,9 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="A catalog name or a path to a .gguf file; with --cluster, a loaded model.",
+        help="A catalog name, a model's own name or name@digest, or a path to a .gguf file; of a "
+        f"cluster one that is loaded. Default: {DEFAULT_MODEL}; of a cluster the one loaded last.",
+        show_default=False,
     ),
 ]
 Cluster = Annotated[
@@ -113,7 +115,7 @@ Speculate = Annotated[
 @app.command()
 def run(
     prompt: Annotated[str, typer.Argument(help='What to ask; "-" reads standard input.')],
-    model: Model = DEFAULT_MODEL,
+    model: Model = "",
     cluster: Cluster = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -178,6 +180,7 @@ def run(
             messages=None if raw else turns,
             sampling=sampling,
             deadline_unix_ms=deadline(timeout),
+            model=session.model_id if model else "",
         )
         answer = ask(session, request, echo=not as_json)
     if as_json:

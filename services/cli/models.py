@@ -226,12 +226,10 @@ def _groups(number: int) -> str:
 
 
 def _packed(config: Config, model: str) -> PackedModel:
-    from services.loader.packed import open_packed
-    from services.loader.pull import resolve_model
+    from services.loader.packed import open_model
 
     with StageBar() as bar:
-        path = resolve_model(model, config.cache_dir, progress=bar.show)
-        return open_packed(path, config.cache_dir, progress=bar.show)
+        return open_model(model, config.cache_dir, progress=bar.show)
 
 
 def _print_layout(layout: Layout, plans: Sequence[GroupPlan], budget: str) -> None:

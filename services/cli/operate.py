@@ -102,12 +102,16 @@ def dead_purge(
 @app.command()
 def cancel(
     request_id: Annotated[str, typer.Argument(help="The id of a request that runs.")],
+    queued: Annotated[
+        bool, typer.Option("--queued", help="Also one that no scheduler has taken yet.")
+    ] = False,
 ) -> None:
     """End a request; whoever waits for it hears that it was aborted.
 
     Example: cellpipe cancel r-0123456789abcdef01234567
     """
     from services.cli.session import open_stores
+    from shared.ended import aborted_record
     from shared.messages import FinishReason, check_request_id
     from shared.store.ledger import Ledger
 
@@ -115,12 +119,20 @@ def cancel(
     check_request_id(request_id)
     with open_stores(config) as stores:
         ledger = Ledger(stores.meta)
-        if ledger.finish(request_id, FinishReason.ABORT):
+        # A scheduler may have admitted it between the two: then it is there for a third.
+        if (
+            ledger.finish(request_id, FinishReason.ABORT)
+            or (queued and ledger.refuse(aborted_record(request_id)))
+            or (queued and ledger.finish(request_id, FinishReason.ABORT))
+        ):
             typer.echo(f"{request_id} cancelled")
             return
         state = ledger.states([request_id]).get(request_id)
     if state is None:
-        raise RequestError(f"request {request_id} is not known")
+        raise RequestError(
+            f"request {request_id} is not known",
+            remedy=f"if it waits in its queue: cellpipe cancel {request_id} --queued",
+        )
     typer.echo(f"{request_id} had ended already ({state.finish_reason})")
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.cli.answer import end_line, tell, tell_of_outage, with_id
 from services.cli.generate import (
     MaxTokens,
     Seed,
@@ -22,17 +26,30 @@ from services.cli.generate import (
     prompt_text,
     sampling_of,
 )
-from services.cli.settings import DEFAULT_MODEL, load_config
+from services.cli.settings import load_config
 from services.cli.tree import app
-from shared.errors import ConfigError, PermanentError, RequestError, TransientError
-from shared.messages import ChatMessage, FinishReason, Request, check_request_id
+from shared.errors import (
+    ConfigError,
+    PermanentError,
+    RequestError,
+    StoreUnavailable,
+    TransientError,
+)
+from shared.messages import REQUEST_ID_PATTERN, ChatMessage, FinishReason, Request, check_request_id
 
 if TYPE_CHECKING:
     from services.cli.session import Session
     from shared.messages import Reply
 
 LoadedModel = Annotated[
-    str, typer.Option("--model", "-m", help="A loaded model. Default: the one loaded last.")
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A loaded model, by its name, name@digest or name in the catalog. "
+        "Default: the one loaded last.",
+        show_default=False,
+    ),
 ]
 
 
@@ -42,7 +59,7 @@ def enqueue(
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Read what to ask from a file.")
     ] = None,
-    model: LoadedModel = DEFAULT_MODEL,
+    model: LoadedModel = "",
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -74,6 +91,11 @@ def enqueue(
         raise ConfigError("give either a prompt or --file")
     if raw and system is not None:
         raise ConfigError("--system goes through the chat template, which --raw leaves out")
+    if request_id and not REQUEST_ID_PATTERN.match(request_id):
+        raise ConfigError(
+            f"--id must be 1-64 letters, digits, '-' or '_', and begin with a letter or digit, "
+            f"got {request_id!r:.80}"
+        )
     text = prompt_text(prompt) if file is None else _file_text(file)
     turns = conversation(system, [ChatMessage("user", text)])
     try:
@@ -87,6 +109,8 @@ def enqueue(
     except RequestError as error:
         raise ConfigError(str(error)) from error
     with open_session(config, model=model, cluster=True, num_groups=1, num_threads=1) as session:
+        if model:
+            request = replace(request, model=session.model_id)
         typer.echo(session.producer.submit(request, batch=batch))
 
 
@@ -96,26 +120,35 @@ def result(
     follow: Annotated[
         bool, typer.Option("--follow", help="Show the text as it comes, to its end.")
     ] = False,
-    model: LoadedModel = DEFAULT_MODEL,
+    timeout: Annotated[
+        float, typer.Option(min=0.0, help="With --follow: seconds until it gives up; 0 is never.")
+    ] = 0.0,
+    model: LoadedModel = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print the answer to a request. Exit code 3: none yet; 1: it failed or was cancelled.
 
-    Answers are kept for an hour. Ctrl-C stops reading, not the request.
+    Answers are kept for an hour. Ctrl-C stops reading, not the request; so does --timeout, with
+    exit code 3.
 
     Example: cellpipe result r-8f1d0c2ab94e77f3a1b2c3d4 --follow
     """
     from services.cli.session import open_session
 
     config = load_config(quiet=True)
+    if timeout:
+        check_timeout(timeout)
+        if not follow:
+            raise ConfigError("--timeout is how long --follow waits")
     try:
         check_request_id(request_id)
     except RequestError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"no request has such an id: {error}") from error
     with open_session(config, model=model, cluster=True, num_groups=1, num_threads=1) as session:
-        if follow and not as_json:
-            _follow(session, request_id)
-        reply = _reply(session, request_id, wait=follow)
+        wait = Wait(session, request_id, timeout_s=timeout) if follow else None
+        if wait is not None and not as_json:
+            _follow(session, request_id, wait)
+        reply = _reply(session, request_id, wait)
     if as_json:
         typer.echo(json.dumps(_reply_dict(reply), ensure_ascii=False))
     elif not follow:
@@ -140,26 +173,91 @@ def _file_text(path: Path) -> str:
     return text
 
 
-def _follow(session: Session, request_id: str) -> None:
+class Wait:
+    """Looks after a wait for a request: says once that nobody knows it, and gives up in time.
+
+    `timeout_s` 0 is never.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        request_id: str,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._session = session
+        self._request_id = request_id
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._began_s = clock()
+        self._is_known: bool | None = None
+
+    def silence(self) -> None:
+        """Nothing has come for a second. Raises `TransientError` as `check` does, and in the end
+        that of a pipeline that has died."""
+        if not self._is_known:
+            self._look()
+        self.check()
+        self._session.check()
+
+    def check(self) -> None:
+        """Raise `TransientError` when the time is over."""
+        if 0 < self._timeout_s <= self._clock() - self._began_s:
+            state = "has not ended" if self._is_known is not False else "is not known"
+            raise TransientError(f"request {self._request_id} {state} after {self._timeout_s:g} s")
+
+    def _look(self) -> None:
+        try:
+            is_known = bool(self._session.producer.states([self._request_id]))
+        except StoreUnavailable:
+            return  # whoever reads the answer waits for the store
+        if not is_known and self._is_known is None:
+            tell(
+                f"request {self._request_id} is not known: it waits in its queue, or ended long "
+                "ago, or the id is wrong; waiting"
+            )
+        self._is_known = is_known
+
+
+def _follow(session: Session, request_id: str, wait: Wait) -> None:
+    last = ""
+
+    def on_outage(_: StoreUnavailable) -> None:
+        tell_of_outage(last)
+
     try:
-        for text in session.producer.stream(request_id, on_silence=session.check):
+        for text in session.producer.stream(
+            request_id, on_silence=wait.silence, on_outage=on_outage
+        ):
             sys.stdout.write(text)
             sys.stdout.flush()
+            last = text
+            wait.check()
     except PermanentError:
         pass  # its reply says the same, after what there is of its text
+    except TransientError as error:
+        end_line(last, shown=True)
+        raise with_id(error, request_id) from error
     print(flush=True)
 
 
-def _reply(session: Session, request_id: str, *, wait: bool) -> Reply:
-    while True:
-        try:
-            return session.producer.result(request_id, timeout_s=1.0 if wait else 0.0)
-        except TransientError as error:
-            if not wait:
-                raise TransientError(
-                    str(error), remedy=f"wait for it: cellpipe result {request_id} --follow"
-                ) from error
-            session.check()
+def _reply(session: Session, request_id: str, wait: Wait | None) -> Reply:
+    """The whole answer; without a `wait` only if it is there."""
+    try:
+        return session.producer.result(
+            request_id,
+            timeout_s=0.0 if wait is None else None,
+            on_silence=None if wait is None else wait.silence,
+            on_outage=lambda _: tell_of_outage(""),
+        )
+    except TransientError as error:
+        if wait is not None:
+            raise with_id(error, request_id) from error
+        raise TransientError(
+            str(error), remedy=f"wait for it: cellpipe result {request_id} --follow"
+        ) from error
 
 
 def _reply_dict(reply: Reply) -> dict[str, object]:

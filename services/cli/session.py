@@ -16,7 +16,7 @@ from services.cli.settings import DEFAULT_MODEL, with_cluster_urls
 from shared.api.model import ApiModel
 from shared.broker.base import Broker
 from shared.config import Config
-from shared.errors import ConfigError, TransientError
+from shared.errors import ConfigError, StoreUnavailable, TransientError
 from shared.kernel.weights import KernelBackend
 from shared.producer import Producer
 from shared.store.connection import Stores, connect
@@ -31,11 +31,15 @@ NO_SCHEDULER_GRACE_S = 8.0  # more than a scheduler's presence lives without a h
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A producer and the model it speaks to. `check` raises if the pipeline has died."""
+    """A producer and the model it speaks to. `check` raises if the pipeline has died.
+
+    Of a cluster, an answer can be read by another process later: it `outlives_us`.
+    """
 
     producer: Producer
     model: ApiModel
     check: Callable[[], None]
+    outlives_us: bool = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -56,7 +60,10 @@ def open_session(
     num_threads: int,
     prefix_cache: bool = True,
 ) -> Iterator[Session]:
-    """The pipeline that a command asked for; closed at the end. Threads are the embedded one's."""
+    """The pipeline that a command asked for; closed at the end. Threads are the embedded one's.
+
+    `model` "" is the one that was loaded last, or the default one in this process.
+    """
     if cluster is None:
         cluster = bool(config.amqp_url or config.redis_url)
     if cluster and num_groups != 1:
@@ -71,7 +78,7 @@ def open_session(
         if cluster
         else _embedded_session(
             config,
-            model,
+            model or DEFAULT_MODEL,
             num_groups=num_groups,
             num_threads=num_threads,
             prefix_cache=prefix_cache,
@@ -108,12 +115,10 @@ def open_engine(
 ) -> Iterator[Engine]:
     """The pipeline of this process, with a model that is pulled and packed if need be."""
     from services.embedded import PREFIX_BYTES, Engine
-    from services.loader.packed import open_packed
-    from services.loader.pull import resolve_model
+    from services.loader.packed import open_model
 
     with StageBar() as bar:
-        model_file = resolve_model(model, config.cache_dir, progress=bar.show)
-        packed = open_packed(model_file, config.cache_dir, progress=bar.show)
+        packed = open_model(model, config.cache_dir, progress=bar.show)
     backend = kernel_backend(config, num_threads)
     # Flipped bits would be wrong words without any other sign; 0.2 s for 100 MB.
     read_shard = functools.partial(packed.read_shard, verify=True)
@@ -135,9 +140,7 @@ def _cluster_session(config: Config, model: str) -> Iterator[Session]:
     from shared.topology import control_queues
 
     with open_cluster(config) as (broker, stores):
-        # The catalog name of the default model is not what a loaded model is called.
-        loaded = "" if model == DEFAULT_MODEL else model
-        served = read_served_model(ShardStore(stores.weights), loaded)
+        served = read_served_model(ShardStore(stores.weights), model)
         broker.declare(control_queues())
         producer = Producer(broker, Ledger(stores.meta), tokenizer=served.tokenizer)
         watch = _SchedulerWatch(Presence(stores.meta))
@@ -148,7 +151,7 @@ def _cluster_session(config: Config, model: str) -> Iterator[Session]:
             vocab_size=served.config.vocab_size,
             max_positions=served.config.max_position_embeddings,
         )
-        yield Session(producer, model_of_api, watch.check)
+        yield Session(producer, model_of_api, watch.check, outlives_us=True)
 
 
 class _SchedulerWatch:
@@ -159,8 +162,16 @@ class _SchedulerWatch:
         self._missing_since_s: float | None = None
 
     def check(self) -> None:
-        """Raise `TransientError` when no scheduler has lived for a while."""
-        if self._presence.schedulers():
+        """Raise `TransientError` when no scheduler has lived for a while.
+
+        While the store does not answer nothing is known of them, and they cannot tell that they
+        live: whoever reads the answer notices, and waits for it.
+        """
+        try:
+            is_served = bool(self._presence.schedulers())
+        except StoreUnavailable:
+            is_served = True
+        if is_served:
             self._missing_since_s = None
             return
         now_s = time.monotonic()
@@ -168,7 +179,7 @@ class _SchedulerWatch:
             self._missing_since_s = now_s
         if now_s - self._missing_since_s >= NO_SCHEDULER_GRACE_S:
             raise TransientError(
-                "no scheduler runs; the request stays in the queue until one does",
+                "no scheduler runs; what was asked stays in its queue until one does",
                 remedy="start one: cellpipe scheduler",
             )
 

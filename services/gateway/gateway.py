@@ -26,7 +26,7 @@ from shared.api.errors import ApiError
 from shared.api.schema import ChatCompletion, Generation
 from shared.backoff import Backoff
 from shared.errors import CellpipeError, RequestError
-from shared.messages import Request
+from shared.messages import FinishReason, Request
 
 log = structlog.get_logger()
 
@@ -152,10 +152,10 @@ class Gateway:
         task = asyncio.create_task(self._cancel_later(answer))
         self._abandoned[answer.completion_id] = task
 
-    def cancel(self, requests: Iterable[str]) -> None:
-        """End requests, as soon as they are admitted."""
+    def cancel(self, requests: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        """End requests, as soon as they are admitted; for STOP those whose text is whole."""
         for request_id in requests:
-            self._spawn(self._cancel(request_id))
+            self._spawn(self._cancel(request_id, reason))
 
     async def problem(self) -> str:
         """Why requests would not be answered now; "" for no reason."""
@@ -232,7 +232,7 @@ class Gateway:
             note,
             tokenizer=self.backend.tokenizer,
             feed=self._reader.open(request_ids(completion_id, note.num_choices)),
-            cut=lambda request_id: self.cancel([request_id]),
+            cut=lambda request_id: self.cancel([request_id], FinishReason.STOP),
             shown=shown,
             reader=reader,
         )
@@ -262,12 +262,14 @@ class Gateway:
                 del self._abandoned[answer.completion_id]
             self.leave(answer)
 
-    async def _cancel(self, request_id: str) -> None:
+    async def _cancel(self, request_id: str, reason: FinishReason) -> None:
         backoff = Backoff(first_s=0.05, max_s=5.0)
         give_up_s = self._clock() + CANCEL_PATIENCE_S
         while True:
             try:
-                await self._blocking(lambda: self.backend.producer.cancel(request_id))
+                await self._blocking(
+                    lambda: self.backend.producer.cancel(request_id, reason=reason)
+                )
                 return
             except RequestError:  # nobody has admitted it yet
                 if self._clock() > give_up_s:

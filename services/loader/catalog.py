@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.errors import ModelError
+from shared.model_names import CATALOG_NAMES, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,14 @@ CATALOG: dict[str, CatalogEntry] = {
 
 
 def find_entry(name: str) -> CatalogEntry:
-    """The entry of that name. Raises `ModelError` that lists the names there are."""
-    entry = CATALOG.get(name.lower())
+    """The entry of that name, or of the model by its own name or id.
+
+    Raises `ModelError` that lists the names there are.
+    """
+    own_name = name_of(name).lower()
+    entry = CATALOG.get(name.lower()) or next(
+        (e for e in CATALOG.values() if CATALOG_NAMES.get(e.name) == own_name), None
+    )
     if entry is None:
         raise ModelError(
             f"no model {name!r:.80} in the catalog; it has: {', '.join(sorted(CATALOG))}",

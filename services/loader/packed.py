@@ -16,10 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from services.loader.packer import PackOptions, build_manifest, pack_shards, short_name
-from services.loader.pull import StageProgress, file_sha256, no_progress, only_one
+from services.loader.pull import (
+    StageProgress,
+    file_sha256,
+    is_path,
+    no_progress,
+    only_one,
+    resolve_model,
+)
 from shared.errors import ModelError, ShardError
 from shared.formats.gguf import read_gguf
 from shared.manifest import MAX_SEGMENT_BYTES, Manifest, ShardEntry
+from shared.model_names import is_called
 
 # Part of a packing's key: raise it whenever the same file would give other bytes than before.
 PACKING_VERSION = 2
@@ -114,6 +122,24 @@ def open_packed(
             remedy="free some space, or set CELLPIPE_CACHE_DIR to a folder that can be written",
         ) from error
     return PackedModel(folder)
+
+
+def open_model(
+    name_or_path: str, cache_dir: Path, *, progress: StageProgress = no_progress
+) -> PackedModel:
+    """The packed form of a model by name or path, pulled and packed if need be.
+
+    Raises `ModelError` when it cannot be had, or has another digest than the name asks for.
+    """
+    model_file = resolve_model(name_or_path, cache_dir, progress=progress)
+    packed = open_packed(model_file, cache_dir, progress=progress)
+    model_id = packed.manifest.model_id
+    if not is_path(name_or_path) and not is_called(model_id, name_or_path.lower()):
+        raise ModelError(
+            f"there is no model {name_or_path!r:.200} here: the file of that name makes {model_id}",
+            remedy="leave the digest away, or give the path of the file it was made from",
+        )
+    return packed
 
 
 def _pack_into(

@@ -37,16 +37,22 @@ def default_cache_dir() -> Path:
     return Path.home() / ".cache" / "cellpipe" / "models"
 
 
+def is_path(name_or_path: str) -> bool:
+    """Whether it names a file rather than a model of the catalog."""
+    path = Path(name_or_path).expanduser()
+    return path.suffix.lower() == ".gguf" or path.is_file()
+
+
 def resolve_model(
     name_or_path: str, cache_dir: Path, *, progress: StageProgress = no_progress
 ) -> Path:
-    """The file of a model: a path to a `.gguf` as it is, a catalog name from the cache, pulled
-    first if it is not there.
+    """The file of a model: a path to a `.gguf` as it is, one that the catalog has (by its
+    name there, or its own name or id) from the cache, pulled first if it is not there.
 
     Raises `ModelError` for an unknown name, a missing file, or a model that no source gives.
     """
-    path = Path(name_or_path).expanduser()
-    if path.suffix.lower() == ".gguf" or path.is_file():
+    if is_path(name_or_path):
+        path = Path(name_or_path).expanduser()
         if not path.is_file():
             raise ModelError(
                 f"there is no file {path}", remedy="check the path, or give a catalog name"

@@ -11,6 +11,7 @@ import numpy as np
 from shared.errors import ErrorCode, RequestError
 from shared.messages import Request, SamplingParams, Step
 from shared.model.config import ModelConfig
+from shared.model_names import is_called
 from shared.text.chat_template import ChatTemplate
 from shared.text.constraint import check_grammar
 from shared.text.prompt import chat_token_ids, check_token_ids, text_token_ids
@@ -47,7 +48,7 @@ def plan_request(request: Request, model: ServedModel, *, draw_seed: Callable[[s
 
     A missing seed is drawn once, here; from then on the same plan gives the same tokens.
     """
-    if request.model and not _names_model(request.model, model.layout.model_id):
+    if request.model and not is_called(model.layout.model_id, request.model):
         raise RequestError(
             f"model {request.model!r} is not served here",
             remedy=f"the model that is loaded is {model.layout.model_id}",
@@ -176,10 +177,6 @@ def _check_format(wanted: ResponseFormat, sampling: SamplingParams, model: Serve
             param="response_format",
         )
     check_grammar(wanted)
-
-
-def _names_model(asked: str, model_id: str) -> bool:
-    return asked in (model_id, model_id.split("@")[0])
 
 
 def _input_of(request: Request) -> str:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
+
 from services.scheduler.admission import Plan
+from shared import codec
 from shared.errors import ErrorCode
-from shared.messages import FinishReason, SamplingParams
+from shared.messages import FinishReason, Request, SamplingParams
 from shared.store.ledger_types import LedgerRecord
 from shared.topology import Layout
 
 
-def record_of(plan: Plan, layout: Layout, *, created_unix_ms: int) -> LedgerRecord:
-    """The record that admits a plan."""
+def content_of(request: Request) -> str:
+    """What tells a request from another one under its id: a digest of all that its answer depends
+    on. The same in msgpack and JSON; how long its sender waits, and for what, is not in it."""
+    asked = replace(request, deadline_unix_ms=0, stream=False)
+    return hashlib.blake2b(codec.encode(asked), digest_size=16).hexdigest()
+
+
+def record_of(
+    plan: Plan, layout: Layout, *, created_unix_ms: int, content: str = ""
+) -> LedgerRecord:
+    """The record that admits a plan, made from a request of this `content`."""
     return LedgerRecord(
         request_id=plan.request_id,
         model_id=layout.model_id,
@@ -22,6 +35,7 @@ def record_of(plan: Plan, layout: Layout, *, created_unix_ms: int) -> LedgerReco
         deadline_unix_ms=plan.deadline_unix_ms,
         created_unix_ms=created_unix_ms,
         response_format=plan.response_format,
+        content=content,
     )
 
 

@@ -49,7 +49,9 @@ def answer_to(delivery: Delivery, message: Reply | Token, *, persistent: bool) -
 def refusal_reply(delivery: Delivery, refusal: LedgerRecord) -> Reply:
     """The reply to a message that could not be read, which may name its request or not."""
     return Reply(
-        request_id=refusal.request_id or delivery.correlation_id[:64],
+        # Any bytes may stand there, and come as lone surrogates, which no frame can hold.
+        request_id=refusal.request_id
+        or delivery.correlation_id[:64].encode(errors="replace").decode(),
         finish_reason=FinishReason.ERROR,
         text="",
         token_ids=(),
@@ -94,3 +96,8 @@ def read_logprobs(ledger: RequestLedger, record: LedgerRecord) -> tuple[TokenLog
     found = [event.logprobs for event in token_events(ledger, record.request_id)]
     known = tuple(each for each in found if each is not None)
     return known if len(known) == record.num_generated else None
+
+
+def _readable(text: str) -> str:
+    """Any bytes may come as lone surrogates, which no frame can hold."""
+    return text.encode(errors="replace").decode()

@@ -30,7 +30,7 @@ from services.scheduler.coverage import CoverageWatch
 from services.scheduler.held import Held
 from services.scheduler.limits import SchedulerLimits
 from services.scheduler.prefixes import Prefixes, PrefixPages
-from services.scheduler.records import plan_of, record_of, refusal_of
+from services.scheduler.records import content_of, plan_of, record_of, refusal_of
 from services.scheduler.redrive import Redriver
 from services.scheduler.replies import refusal_reply, send_reply
 from services.scheduler.token_events import TokenEvents
@@ -53,6 +53,7 @@ from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger
 from shared.store.ledger_types import LedgerRecord
 from shared.store.presence_types import WorkerInfo
+from shared.store.shared_clock import SharedClock
 from shared.topology import BATCH_QUEUE, REQUESTS_QUEUE
 
 log = structlog.get_logger()
@@ -105,6 +106,7 @@ class Scheduler:
             self._budget, self._send_first, bytes_per_position=kv_bytes_per_position(model.config)
         )
         self._prefixes = Prefixes(prefix_pages, model.layout)
+        self._time_of_day = SharedClock(ledger)
         self._coverage = CoverageWatch(coverage, every_s=limits.coverage_check_s)
         silence = Silence()
 
@@ -201,13 +203,17 @@ class Scheduler:
         try:
             self._take_in(request, delivery)
         finally:  # what is held will be answered, even if a server failed on the way
-            if request.stream and request.request_id in self._held:
+            held = self._held.get(request.request_id)
+            if request.stream and held is not None and delivery in held.deliveries:
                 self._token_events.follow(request.request_id, delivery)
 
     def _take_in(self, request: Request, delivery: Delivery) -> None:
         held = self._held.get(request.request_id)
         if held is not None:
-            held.add(delivery)
+            if content_of(held.request()) == content_of(request):
+                held.add(delivery)
+            else:
+                self._refuse_other(request.request_id, delivery)
             return
         if self.num_in_flight <= _FEW_HELD:
             # What has ended just now is perhaps what this one begins with: a turn of a chat.
@@ -218,7 +224,7 @@ class Scheduler:
             if record is None:
                 self._start(request, delivery)
             else:
-                self._adopt(record, delivery)
+                self._adopt(record, request, delivery)
         except PermanentError as error:  # what the store holds of it cannot be read
             self._bury(request.request_id, str(error))
             self._hold(request.request_id, delivery)
@@ -228,7 +234,23 @@ class Scheduler:
         log.warning("request_refused", request_id=request_id, reason=str(error))
         refusal = self._refusal(request_id, error)
         if request_id:  # whoever waits for its events hears why, unless it is known by a better one
-            self._ledger.refuse(refusal)
+            try:
+                self._ledger.refuse(refusal)
+            except PermanentError as damage:  # what is left of an earlier one cannot be read
+                self._bury(request_id, str(damage))
+        self._turn_away(delivery, refusal)
+
+    def _refuse_other(self, request_id: str, delivery: Delivery) -> None:
+        """The id is taken: the answer under it is that of another question."""
+        error = RequestError(
+            f"request id {request_id} belongs to another request; send this one under a new id",
+            param="request_id",
+        )
+        log.warning("request_refused", request_id=request_id, reason=str(error))
+        self._turn_away(delivery, self._refusal(request_id, error))
+
+    def _turn_away(self, delivery: Delivery, refusal: LedgerRecord) -> None:
+        """Tell the sender of a message, and no other, why it is dead-lettered."""
         try:
             reply = refusal_reply(delivery, refusal)
             send_reply(self._broker, delivery, reply, timeout_s=self._limits.confirm_timeout_s)
@@ -245,23 +267,30 @@ class Scheduler:
             log.warning("request_refused", request_id=request.request_id, reason=str(error))
             self._hold(request.request_id, delivery)
             return
-        record = record_of(plan, self._model.layout, created_unix_ms=_unix_ms())
+        record = record_of(
+            plan, self._model.layout, created_unix_ms=_unix_ms(), content=content_of(request)
+        )
         if not self._ledger.admit(record):
             # Another scheduler has a copy of the request and was faster; its seed counts.
-            self._adopt(self._ledger.get(plan.request_id) or record, delivery)
+            self._adopt(self._ledger.get(plan.request_id) or record, request, delivery)
             return
         held = self._hold(plan.request_id, delivery, record, is_new=True)
         held.is_waiting = True
         log.info("request_admitted", request_id=plan.request_id, prompt_tokens=len(plan.token_ids))
         self._waiting_room.let_in(self._held)
 
-    def _adopt(self, record: LedgerRecord, delivery: Delivery) -> None:
+    def _adopt(self, record: LedgerRecord, request: Request, delivery: Delivery) -> None:
         """Take over a request that another scheduler has admitted.
 
         One that shows no sign of life may never have been started: it is started anew. Whatever
         else was lost of it will be driven again. One of another model ends: its token ids mean
         something else here.
         """
+        # What a scheduler held is its own, though another version may have digested it otherwise.
+        is_other = record.content not in ("", content_of(request)) and not delivery.redelivered
+        if is_other:
+            self._refuse_other(record.request_id, delivery)
+            return
         model_id = self._model.layout.model_id
         if record.finish_reason is None and record.model_id != model_id:
             error = f"model {record.model_id} is not served any more; {model_id} is"
@@ -344,6 +373,7 @@ class Scheduler:
                 self._bury(request_id, "the store has lost the record of this request")
             elif is_over:
                 held.running = None
+                self._budget.release(request_id)  # a reply that nobody takes keeps no room
                 if held.retry_at_s <= now_s:
                     self._token_events.end(request_id, state.committed_position)
                     self._answer(request_id, held, now_s)
@@ -361,7 +391,7 @@ class Scheduler:
     def _surroundings(self, now_s: float) -> Surroundings:
         return Surroundings(
             now_s=now_s,
-            now_unix_ms=_unix_ms(),
+            now_unix_ms=self._time_of_day.unix_ms(),
             num_groups=self._model.layout.num_groups,
             uncovered_group=self._coverage.uncovered_group,
             uncovered_since_s=self._coverage.uncovered_since_s,
@@ -373,8 +403,6 @@ class Scheduler:
         except PermanentError as error:  # what the store holds of it cannot be read
             self._bury(request_id, str(error))
             return
-        if held.is_settling or is_done:
-            self._budget.release(request_id)
         if is_done:
             del self._held[request_id]
             self.num_answered += 1

@@ -6,13 +6,14 @@ other or both take it. What the script says is done here afterwards: load, serve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
 
 from shared.config import enough_text, size_text
-from shared.errors import CellpipeError, ConfigError
+from shared.errors import CellpipeError, ConfigError, TransientError
 from shared.model.layer_group import LayerGroup
 from shared.store.presence import Presence
 from shared.store.presence_types import WorkerInfo, WorkerState
@@ -22,6 +23,8 @@ log = structlog.get_logger()
 
 # Longer than workers that start together take to claim, so that one does not take all groups.
 ADOPT_AFTER_S = 3.0
+# What cannot be loaded is not asked for again before this: its shards must be stored anew first.
+LOAD_AGAIN_AFTER_S = 30.0
 
 
 class Serving(Protocol):
@@ -66,7 +69,11 @@ def check_memory(
 
 
 class Placement:
-    """The groups of one worker. Raises `StoreUnavailable`; `CellpipeError` of what is loaded."""
+    """The groups of one worker. Raises `StoreUnavailable`.
+
+    A group that cannot be loaded is left to others, and those that the worker has are served on;
+    only a worker that has no other raises the `CellpipeError`.
+    """
 
     def __init__(
         self,
@@ -83,6 +90,7 @@ class Placement:
         self._claimant = claimant
         self._load = load
         self._since_s: dict[tuple[str, int], float] = {}
+        self._adopt_from_s = -math.inf
 
     def claim(self, wanted: Sequence[int]) -> tuple[int, ...]:
         """Become present with these groups, or with the least covered one that fits."""
@@ -97,12 +105,12 @@ class Placement:
         self._since_s = {name: self._since_s.get(name, now_s) for name in names}
         lasting = {name for name in names if now_s - self._since_s[name] >= ADOPT_AFTER_S}
         place = (self._layout, self._claimant(), self._group_bytes)
-        if any(("uncovered", g) in lasting for g in uncovered):
-            self._apply(worker, self._presence.adopt_uncovered(*place))
+        if any(("uncovered", g) in lasting for g in uncovered) and now_s >= self._adopt_from_s:
+            self._apply(worker, self._presence.adopt_uncovered(*place), now_s)
             if shared == list(worker.groups):  # there was no room, and others have all of it
-                self._apply(worker, self._presence.move(*place))
+                self._apply(worker, self._presence.move(*place), now_s)
         elif len(worker.groups) > 1 and (spare := [g for g in shared if ("shared", g) in lasting]):
-            self._apply(worker, self._presence.give_back(*place, spare))
+            self._apply(worker, self._presence.give_back(*place, spare), now_s)
 
     def _others(self) -> tuple[list[int], list[int]]:
         """How many other workers claim each group, and how many serve it already."""
@@ -116,7 +124,7 @@ class Placement:
                 served[group] += info.state is WorkerState.SERVING
         return claimed, served
 
-    def _apply(self, worker: Serving, held: Sequence[int]) -> None:
+    def _apply(self, worker: Serving, held: Sequence[int], now_s: float) -> None:
         if not held:
             return  # the presence expired: the next heartbeat claims again
         for group in worker.groups:
@@ -127,6 +135,12 @@ class Placement:
             if group not in worker.groups:
                 try:
                     worker.serve_group(group, self._load(group))
+                except TransientError:
+                    raise  # its claim stays, and the next turn tries again
                 except CellpipeError as error:
                     log.error("group_not_loaded", group=group, reason=str(error))
-                    raise
+                    if not worker.groups:
+                        raise
+                    self._adopt_from_s = now_s + LOAD_AGAIN_AFTER_S
+                    self.claim(worker.groups)
+                    return

@@ -17,6 +17,7 @@ from services.worker.sequences import SequencePool
 from services.worker.suspects import Suspects
 from shared.errors import ErrorCode, KernelError, KvMissing, StoreDamaged
 from shared.messages import Step
+from shared.store.shared_clock import SharedClock
 
 
 class Readiness:
@@ -33,6 +34,7 @@ class Readiness:
         is_repeat: Callable[[Step], bool],
         embedded: bool,
         clock: Callable[[], float],
+        time_of_day: SharedClock,
     ) -> None:
         self._pool = pool
         self._inbox = inbox
@@ -42,11 +44,12 @@ class Readiness:
         self._is_repeat = is_repeat
         self._embedded = embedded
         self._clock = clock
+        self._time_of_day = time_of_day
 
     def ready(self, slices: Sequence[Slice]) -> list[Slice]:
         """The slices whose earlier KV rows are here or could be read; the others are parked."""
         ready = []
-        now_s, now_unix_ms = self._clock(), unix_ms()
+        now_s, now_unix_ms = self._clock(), self._time_of_day.unix_ms()
         for piece in slices:
             item = piece.pending
             if self._is_repeat(item.step):  # its twin was passed on while it waited
@@ -89,5 +92,5 @@ class Readiness:
 
 
 def unix_ms() -> int:
-    """The time of day, as deadlines are given in."""
+    """This machine's time of day."""
     return time.time_ns() // 1_000_000

@@ -48,6 +48,7 @@ from shared.store.attempts import Attempts
 from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger
 from shared.store.presence_types import WorkerInfo
+from shared.store.shared_clock import SharedClock
 from shared.topology import Layout, group_queue, inbox_queue, inbox_spec
 from shared.wire import row_bytes
 
@@ -170,6 +171,7 @@ class Worker:
             is_repeat=self._is_repeat,
             embedded=kv_pages is None,
             clock=clock,
+            time_of_day=SharedClock(ledger),
         )
         self._output = Output(
             layout=layout,

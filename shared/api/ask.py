@@ -12,6 +12,7 @@ from shared.api.schema import MAX_CHOICES, ChatCompletion, Generation, Message, 
 from shared.api.tools import Form, read_form, turns_of
 from shared.errors import RequestError
 from shared.messages import SamplingParams
+from shared.model_names import is_called
 from shared.text.constraint import GrammarError, check_grammar
 from shared.text.prompt import check_token_ids, conversation_token_ids, text_token_ids
 
@@ -113,8 +114,8 @@ def read_ask(body: Generation, model: ApiModel, *, chat_tokens: int | None = Non
 
 
 def check_model(name: str, model: ApiModel) -> None:
-    """Raise `ApiError` 404 unless the name is that of the model that runs; "" is."""
-    if name not in ("", model.model_name, model.model_id):
+    """Raise `ApiError` 404 unless the model that runs is called so; "" is whatever runs."""
+    if name and not is_called(model.model_id, name):
         raise ApiError(
             404,
             f"the model {name!r} does not exist here; {model.model_name} does",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.model_names import name_of
 from shared.text.chat_template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
@@ -19,7 +20,7 @@ class ApiModel:
     @property
     def model_name(self) -> str:
         """What clients call the model."""
-        return self.model_id.partition("@")[0]
+        return name_of(self.model_id)
 
     @property
     def fingerprint(self) -> str:

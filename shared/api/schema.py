@@ -1,7 +1,7 @@
 """What clients may send, field by field; docs/api.md is made from it. Knows no pipeline.
 
 Nothing is dropped in silence: a field that this server does not know, or cannot do, is an error
-that names it.
+that names it. Longer than other modules: every field of every body has its line.
 """
 
 from __future__ import annotations
@@ -129,7 +129,14 @@ class Generation(Body):
     """What chat and text completions have in common."""
 
     model: Annotated[
-        str, Field(max_length=256), Peers(True, True, True, '"" or absent is the model that runs')
+        str,
+        Field(max_length=256),
+        Peers(
+            True,
+            True,
+            True,
+            'its name, name@digest or name in the catalog; "" or absent is the model that runs',
+        ),
     ] = ""
     stream: Annotated[bool | None, _BOTH] = None
     stream_options: Annotated[

@@ -93,6 +93,7 @@ class Connection:
         self._execute: Callable[..., Any] = client.execute_command
         self.name = name
         self.timeout_s = timeout_s
+        self._has_served = False
 
     def run(self, command: Command | Call) -> Any:
         """The reply to one command."""
@@ -163,10 +164,14 @@ class Connection:
             yield
         except RedisError as error:
             raise self._meaning(error) from error
+        self._has_served = True
 
     def _meaning(self, error: RedisError) -> CellpipeError:
         if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
-            return ConfigError(
+            # Whoever was served before has the right URL: somebody is at work on the server, and a
+            # process that ended over it would not be started again.
+            kind = StoreUnavailable if self._has_served else ConfigError
+            return kind(
                 f"Redis at {self.name} refuses us: {error}",
                 remedy="check user and password in the Redis URL",
             )

@@ -4,7 +4,7 @@ Owns the rule that a position is committed once, by whoever comes first, and tha
 with exactly one final event. A step may commit several positions: together, or not at all.
 Everything may be repeated: a second call finds what the first did.
 A record that cannot be read is `StoreDamaged`: its request can only be buried.
-Knows no queue and no model.
+Knows no queue and no model. Longer than other modules: all that is done to a record is told here.
 """
 
 from __future__ import annotations
@@ -277,6 +277,11 @@ class Ledger:
         """
         entries = self._meta.run(("XRANGE", keys.events(request_id), "-", "+"))
         return [e.token_id for e in map(read_event, entries) if isinstance(e, TokenEvent)]
+
+    def now_unix_ms(self) -> int:
+        """The time of day where the ledger is: the same for all who share it."""
+        seconds, micros = self._meta.run(("TIME",))
+        return int(seconds) * 1000 + int(micros) // 1000
 
 
 def _commit_result(reply: list[bytes]) -> CommitResult | StoreDamaged:

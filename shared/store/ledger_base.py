@@ -69,6 +69,8 @@ class RequestLedger(Protocol):
 
     def tokens(self, request_id: str) -> list[int]: ...
 
+    def now_unix_ms(self) -> int: ...
+
 
 def token_events(ledger: RequestLedger, request_id: str) -> list[TokenEvent]:
     """The tokens generated so far, with their log probabilities. Raises `DecodeError`."""

@@ -50,6 +50,7 @@ def flat_fields(record: LedgerRecord) -> list[Argument]:
         "num_cached": record.num_cached,
         "error_code": record.error_code,
         "error_param": record.error_param,
+        "content": record.content,
     }
     if record.response_format is not None:
         document = record.response_format.document()
@@ -119,6 +120,7 @@ def read_record(request_id: str, fields: Mapping[str, bytes]) -> LedgerRecord:
             response_format=read_response_format(json.loads(fields["response_format"]))
             if "response_format" in fields
             else None,
+            content=_text(fields.get("content", b"")),
         )
     except (KeyError, ValueError, TypeError, CellpipeError) as error:
         raise DecodeError(f"the ledger of request {request_id} cannot be read: {error}") from error

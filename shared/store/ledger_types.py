@@ -22,6 +22,7 @@ class LedgerRecord:
     `error` is for people; `error_code`, an `ErrorCode`, and `error_param`, the field of the request
     at fault, are for programs.
     `response_format` is what the answer must be, None for text.
+    `content` tells its question from another one under its id; "" tells nothing.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class LedgerRecord:
     error_code: str = ""
     error_param: str = ""
     response_format: ResponseFormat | None = None
+    content: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

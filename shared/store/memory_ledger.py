@@ -1,7 +1,8 @@
 """The ledger of a pipeline that is one process: the promises of `Ledger` without a server.
 
 Nothing here is lost or damaged but with the process, so nothing raises `StoreDamaged`. One lock
-for all requests; a reader who waits for an event sleeps until its request has one.
+for all requests; a reader who waits for an event sleeps until its request has one. Longer than
+other modules, as the ledger that it stands for.
 """
 
 from __future__ import annotations
@@ -219,6 +220,9 @@ class MemoryLedger:
         """Sleep so long, or until the request has ended; its tokens wake nobody here."""
         with self._lock:
             self._wait(self._pausing, request_id, lambda: self._has_ended(request_id), timeout_s)
+
+    def now_unix_ms(self) -> int:
+        return time.time_ns() // 1_000_000
 
     # All below expect the caller to hold the lock.
 

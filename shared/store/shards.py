@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from shared.errors import ModelError, ShardError
 from shared.manifest import Manifest, SegmentEntry
+from shared.model_names import is_called
 from shared.store import keys
 from shared.store.connection import Connection
 from shared.topology import Layout
@@ -152,9 +153,10 @@ class ShardStore:
         self._weights.run(("SET", keys.ACTIVE_MODEL, layout.model_id))
 
     def active_layout(self, model_id: str = "") -> Layout:
-        """The layout to serve; "" means the model that was activated last.
+        """The layout to serve of a model by any of its names; "" is the one activated last.
 
-        Raises `ModelError` when no model, or no layout of this model, is active.
+        Raises `ModelError` when no model, or no layout of this model, is active, and for a name
+        that several have.
         """
         if not model_id:
             raw_id = self._weights.run(("GET", keys.ACTIVE_MODEL))
@@ -164,16 +166,34 @@ class ShardStore:
                     remedy="load one: cellpipe load MODEL --groups N",
                 )
             model_id = raw_id.decode()
+        else:
+            model_id = self._id_of(model_id)
         layout_id = self._weights.run(("GET", keys.active_layout(model_id)))
         text = layout_id and self._weights.run(("HGET", keys.layouts(model_id), layout_id))
         if text is None:
-            loaded = ", ".join(self.models()) or "none"
+            loaded = ", ".join(self.models())
             raise ModelError(
                 f"model {model_id!r} has no active layout in the store at {self._weights.name} "
-                f"(models there: {loaded})",
-                remedy="load it: cellpipe load MODEL --groups N",
+                f"(models there: {loaded or 'none'})",
+                remedy=("name one of those, or " if loaded else "")
+                + "load it, by its name in the catalog or its file: cellpipe load MODEL --groups N",
             )
         return Layout.from_json(text)
+
+    def _id_of(self, asked: str) -> str:
+        """The id of the model that is called so; what was asked when none is."""
+        found = [model_id for model_id in self.models() if is_called(model_id, asked)]
+        if not found or asked in found:
+            return asked
+        if len(found) > 1:  # files of one name
+            active = (self._weights.run(("GET", keys.ACTIVE_MODEL)) or b"").decode()
+            if active not in found:
+                raise ModelError(
+                    f"{len(found)} models are called {asked!r}: {', '.join(found)}",
+                    remedy="give one of these ids",
+                )
+            return active
+        return found[0]
 
     def _get(self, model_id: str, ref: SegmentRef) -> bytes | None:
         body: bytes | None = self._weights.run(("GET", _key(model_id, ref)))

@@ -45,6 +45,13 @@ def conversation_token_ids(
             remedy="send a prompt instead",
             param="messages",
         )
+    if len(turns) >= max_positions:  # rendering them takes seconds, and each takes a token
+        raise RequestError(
+            f"the conversation has {len(turns)} messages, and the model holds {max_positions} "
+            "positions including the answer",
+            code=ErrorCode.CONTEXT_LENGTH,
+            param="messages",
+        )
     if not chat_template.knows_tools:
         turns, tools = turns_in_words(turns, tools), ()
     guard, written = tokenizer.guard, [turns, tools]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 
 from tests.gguf_files import TinyModel, write_gguf
-from tests.processes import cellpipe
+from tests.processes import CELLPIPE, cellpipe, environment
 from tests.servers import load_servers_script
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(180)]
 
@@ -47,6 +50,34 @@ def test_nothing_is_lost_while_workers_die_freeze_and_garbage_comes(tiny_gguf: P
     assert [ledger[name] for name in ("lost", "duplicated", "stuck", "wrong")] == [0, 0, 0, 0]
     assert ledger["num_leaked_keys"] == 0
     assert ledger["recovery"]["kill worker"]["num_faults"] >= 1  # type: ignore[index]
+
+
+def test_sigterm_ends_all_that_it_started(tiny_gguf: Path, tmp_path: Path) -> None:
+    if missing := load_servers_script().missing_software(("rabbitmq", "redis")):
+        pytest.skip(f"not installed: {missing}")
+    own_tmp = tmp_path / "of-this-run"  # inherited by all that it starts
+    own_tmp.mkdir()
+    settings = {"CELLPIPE_CACHE_DIR": str(tiny_gguf.parent), "TMPDIR": str(own_tmp)}
+    command = [*CELLPIPE, "chaos", "--model", str(tiny_gguf), "--groups", "2", "--for", "100s"]
+    with subprocess.Popen([*command, "--kill", "worker:50s"], env=environment(settings)) as run:
+        try:
+            # RabbitMQ, Redis, a scheduler and four workers are several processes more.
+            wait_until(lambda: num_with(own_tmp) >= 8, "all are started", timeout_s=90)
+            run.terminate()
+
+            assert run.wait(60) == 143
+        finally:
+            run.kill()
+    wait_until(lambda: num_with(own_tmp) == 0, "all have ended", timeout_s=20)
+
+
+def num_with(folder: Path) -> int:
+    """How many processes have a folder in their environment."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            found += str(folder).encode() in path.read_bytes()
+    return found
 
 
 def test_everything_is_killed_under_load_and_nothing_is_lost(tiny_gguf: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from shared.store.connection import connect
 from shared.store.ledger import Ledger
 from shared.text.document import read_text_document
 from tests.contract.redis_server import RedisServer
-from tests.processes import ProcessCluster
+from tests.processes import CELLPIPE, ProcessCluster, environment
 from tests.servers import PrivateServers
 
 pytestmark = [pytest.mark.real_model, pytest.mark.servers, pytest.mark.timeout(300)]
@@ -59,6 +60,7 @@ class Run:
         broker = RabbitmqBroker.connect(amqp_url)
         stack.callback(broker.close)
         self._producer = Producer(broker, self.ledger)
+        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
         self.cluster.load(model, groups=2)
         self.workers = [self.cluster.start("worker", "--group", str(g)) for g in (0, 1)]
         self.cluster.start("scheduler")
@@ -151,3 +153,38 @@ def test_kv_data_lost_mid_generation_equals_reference(run: Run, kv_server: Redis
     run.cluster.start("worker", "--group", "0")
 
     run.check_answers()
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_command_that_shows_an_answer_waits_for_a_store_that_restarts(
+    run: Run, own_servers: PrivateServers, tmp_path: Path, command: str
+) -> None:
+    question = "Tell me a long story about a cell and its neighbours."
+    common = ["--cluster", "-n", "120", "-t", "0"]
+    arguments = {"run": ["run", question, *common], "chat": ["chat", *common]}[command]
+    typed, shown, told = (tmp_path / name for name in ("typed", "shown", "told"))
+    typed.write_text(f"{question}\n")
+
+    def start() -> subprocess.Popen[bytes]:
+        with typed.open("rb") as stdin, shown.open("wb") as stdout, told.open("wb") as stderr:
+            return subprocess.Popen(
+                [*CELLPIPE, *arguments],
+                env=environment(run.cluster.settings),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+            )
+
+    asked = start()
+    run.wait_for(lambda: shown.stat().st_size > 20, timeout_s=60)
+    own_servers.kill("redis")
+    assert asked.poll() is None, "it was over before the store died"
+    run.wait_for(lambda: "waiting" in told.read_text(), timeout_s=60)
+    own_servers.url("redis")
+
+    assert asked.wait(120) == 0, f"{told.read_text()}\n{run.cluster.logs()}"
+    assert "Redis does not answer; waiting" in told.read_text()
+    interrupted = shown.read_text()
+    assert start().wait(120) == 0, told.read_text()
+    assert shown.read_text() == interrupted
+    assert "waiting" not in told.read_text()

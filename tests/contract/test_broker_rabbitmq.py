@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from urllib.parse import urlsplit
 
+import pika
 import pytest
 
 from shared.broker.base import Outgoing
@@ -188,3 +190,84 @@ def test_a_missing_virtual_host_is_reported_at_once(amqp_url: str) -> None:
 
     with pytest.raises(ConfigError, match="nowhere"):
         RabbitmqBroker.connect(f"amqp://guest:guest@{parts.hostname}:{parts.port}/nowhere")
+
+
+def test_properties_that_are_no_utf8_come_as_texts_and_go_back_as_they_came(
+    broker: RabbitmqBroker, queue: str, amqp_url: str
+) -> None:
+    broker.declare([QueueSpec(queue)])
+    broker.consume(queue, prefetch=1)
+    raw = b"\xff\xfe\x80"  # correlation ids of some clients are the bytes of a UUID
+    sent = pika.BasicProperties(
+        content_type=raw, correlation_id=raw, reply_to=raw, message_id=raw, headers={raw: "x"}
+    )
+    with pika.BlockingConnection(pika.URLParameters(amqp_url)) as connection:
+        connection.channel().basic_publish("", queue, b"there", sent)
+
+    delivery = take(broker)
+    broker.ack(delivery)
+    back = Outgoing(
+        queue,
+        b"back",
+        content_type=delivery.content_type,
+        correlation_id=delivery.correlation_id,
+        reply_to=delivery.reply_to,
+    )
+    broker.cancel(queue)
+    broker.publish([back]).wait(WAIT_S)
+    with pika.BlockingConnection(pika.URLParameters(amqp_url)) as connection:
+        _, received, _ = connection.channel().basic_get(queue, auto_ack=True)
+
+    texts = (delivery.content_type, delivery.correlation_id, delivery.reply_to)
+    assert all(isinstance(text, str) for text in texts)
+    assert delivery.headers == ()
+    assert (received.content_type, received.correlation_id, received.reply_to) == (raw, raw, raw)
+
+
+class RawHeaders(pika.BasicProperties):  # type: ignore[misc]
+    """A header "a" of any bytes, and a correlation id: what pika would not send."""
+
+    def __init__(self, value: bytes) -> None:
+        super().__init__()
+        self._value = value
+
+    def encode(self) -> list[bytes]:
+        table = b"\x01a" + self._value
+        flags = self.FLAG_CONTENT_TYPE | self.FLAG_HEADERS | self.FLAG_CORRELATION_ID
+        lengths = struct.pack(">L", len(table))
+        return [struct.pack(">H", flags), b"\x05a/b/c", lengths, table, b"\x04mine"]
+
+
+def nested(depth: int) -> bytes:
+    value = b"t\x01"
+    for _ in range(depth):
+        value = b"A" + struct.pack(">L", len(value)) + value
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"T" + struct.pack(">Q", 1_790_000_000_000),  # milliseconds, where seconds belong
+        b"T" + b"\xff" * 8,
+        nested(2_000),
+    ],
+    ids=["milliseconds", "huge time", "nested"],
+)
+def test_headers_that_cannot_be_decoded_are_left_out_and_cost_no_connection(
+    broker: RabbitmqBroker, queue: str, amqp_url: str, value: bytes
+) -> None:
+    broker.declare([QueueSpec(queue)])
+    broker.consume(queue, prefetch=2)
+    with pika.BlockingConnection(pika.URLParameters(amqp_url)) as connection:
+        connection.channel().basic_publish("", queue, b"there", RawHeaders(value))
+
+    first = take(broker)
+    broker.ack(first)
+    broker.publish([Outgoing(queue, b"next", headers=(("b", "c"),))]).wait(WAIT_S)
+    second = take(broker)
+    broker.ack(second)
+
+    assert (first.body, first.content_type, first.correlation_id) == (b"there", "a/b/c", "mine")
+    assert (first.headers, first.redelivered) == ((), False)
+    assert (second.body, second.headers) == (b"next", (("b", "c"),))

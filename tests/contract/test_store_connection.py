@@ -245,3 +245,20 @@ def test_a_stopped_server_is_given_up_after_bounded_retries(private_redis: Redis
             Ledger(stores.meta).get("r")
 
         assert time.monotonic() - started < 10
+
+
+def test_a_server_that_refuses_whom_it_served_is_waited_for(private_redis: RedisServer) -> None:
+    others_url = private_redis.url.replace("redis://", "redis://operator:secret@")
+    with closing(connect(private_redis.url)) as stores, closing(connect(others_url)) as operator:
+        stores.meta.run(("ACL", "SETUSER", "operator", "on", ">secret", "~*", "+@all"))
+        operator.meta.run(("ACL", "SETUSER", "default", "-@all"))
+        with pytest.raises(StoreUnavailable, match="refuses us"):
+            stores.meta.run(("SET", "a", 1))
+        with pytest.raises(StoreUnavailable, match="refuses us"):
+            stores.meta.run_all([("SET", "a", 1), ("GET", "a")])
+        with closing(connect(private_redis.url)) as newcomer, pytest.raises(ConfigError):
+            newcomer.meta.run(("SET", "a", 1))
+
+        operator.meta.run(("ACL", "SETUSER", "default", "+@all"))
+
+        assert stores.meta.run(("SET", "a", 1)) == b"OK"

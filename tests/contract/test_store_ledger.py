@@ -44,6 +44,7 @@ RECORD = LedgerRecord(
     epoch=4,
     created_unix_ms=1_790_000_000_000,
     deadline_unix_ms=1_790_000_060_000,
+    content="0a1b",
 )
 
 
@@ -353,3 +354,11 @@ def test_all_keys_of_a_request_share_a_slot() -> None:
 
     assert {name[name.index("{") : name.index("}")] for name in names} == {"{r"}
     assert all(name.startswith("cellpipe:v1:") for name in names)
+
+
+def test_the_ledger_tells_the_time_of_day(ledger: RequestLedger) -> None:
+    before_ms = time.time_ns() // 1_000_000
+
+    told_ms = ledger.now_unix_ms()
+
+    assert before_ms <= told_ms <= time.time_ns() // 1_000_000

@@ -185,6 +185,33 @@ def test_the_layout_activated_last_is_the_active_one(shards: ShardStore) -> None
     assert shards.models() == ["other@9", MODEL]
 
 
+def test_a_model_is_found_by_each_of_its_names(shards: ShardStore) -> None:
+    model_id = "smollm2-135m-instruct.q4_1@77"
+    for loaded in (model_id, "other@9"):
+        shards.put_manifest(manifest_of(SIZES, loaded))
+        shards.activate(even_layout(loaded, 4, 1))
+
+    for name in ("smollm2-135m", "SmolLM2-135M", "smollm2-135m-instruct.q4_1", model_id):
+        assert shards.active_layout(name).model_id == model_id
+    assert shards.active_layout().model_id == "other@9"
+    with pytest.raises(ModelError, match=r"instruct\.q4_1@78' has no") as caught:
+        shards.active_layout("smollm2-135m-instruct.q4_1@78")
+    assert caught.value.remedy.startswith("name one of those, or load it")
+
+
+def test_a_name_that_several_models_have_is_that_of_the_active_one(shards: ShardStore) -> None:
+    for loaded in ("twin@1", "twin@2", "other@9"):
+        shards.put_manifest(manifest_of(SIZES, loaded))
+        shards.activate(even_layout(loaded, 4, 1))
+
+    with pytest.raises(ModelError, match="2 models are called 'twin': twin@1, twin@2"):
+        shards.active_layout("twin")
+    shards.activate(even_layout("twin@1", 4, 1))
+
+    assert shards.active_layout("twin").model_id == "twin@1"
+    assert shards.active_layout("twin@2").model_id == "twin@2"
+
+
 def test_a_layout_without_its_model_cannot_be_activated(shards: ShardStore) -> None:
     with pytest.raises(ModelError, match="is not in the store"):
         shards.activate(even_layout("ghost@1", 4, 2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,30 @@ def test_a_stream_of_two_choices_equals_the_whole_answer(babbler: ApiServer) -> 
     assert len({event.event_id for event in events}) == len(events)
 
 
+def test_a_choice_that_a_stop_string_ends_is_logged_as_its_client_sees_it(tmp_path: Path) -> None:
+    model = write_gguf(tmp_path / "babbler.gguf", TinyModel(context=2048))
+    body = {"messages": HELLO, "seed": 3, "n": 2, "max_tokens": 1000}
+    with _serve(tmp_path, model) as server:
+        _, whole, _ = server.call("POST", "/v1/chat/completions", {**body, "max_tokens": 40})
+        stop = whole["choices"][0]["message"]["content"][8:11]
+        _, answer, _ = server.call("POST", "/v1/chat/completions", {**body, "stop": [stop]})
+        deadline_s = time.monotonic() + 30
+        while len(reasons := logged_reasons(server.log, answer["id"])) < 2:
+            assert time.monotonic() < deadline_s, server.log.read_text()
+            time.sleep(0.02)
+
+    seen = [choice["finish_reason"] for choice in answer["choices"]]
+    assert seen[0] == "stop"
+    assert sorted(reasons) == sorted(seen)
+
+
+def logged_reasons(log: Path, completion_id: str) -> list[str]:
+    """Of the ends of a completion's requests."""
+    ends = [line for line in log.read_text().splitlines() if "request_done" in line]
+    number = completion_id.partition("-")[2]
+    return [re.findall(r"finish_reason=(\w+)", line)[0] for line in ends if number in line]
+
+
 def test_cached_tokens_are_counted(babbler: ApiServer) -> None:
     long = [{"role": "user", "content": "a long and winding beginning, the same for all" * 4}]
     client = babbler.client()
@@ -207,6 +233,7 @@ def test_errors_are_those_of_openais_client(speller: ApiServer) -> None:
     with pytest.raises(openai.InternalServerError) as embeddings:
         client.embeddings.create(model="speller", input="x")
     assert embeddings.value.status_code == 501
+    assert embeddings.value.response.headers["x-should-retry"] == "false"
     assert missing.value.request_id is not None
     assert missing.value.request_id.startswith("req-")
 

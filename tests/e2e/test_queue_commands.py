@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.api_server import ApiServer
 from tests.gguf_files import write_gguf
 from tests.processes import ProcessCluster, cellpipe
 from tests.waiting import WAIT_S
@@ -47,6 +48,7 @@ def test_what_was_enqueued_is_answered_later(cluster: ProcessCluster, tmp_path: 
     again = json.loads(cluster.run("result", enqueued.stdout.strip(), "--json").stdout)
     named = cluster.run("enqueue", "--file", str(question), *common, "--batch", "--id", "mine")
     from_file = json.loads(cluster.run("result", "mine", "--json", "--follow").stdout)
+    wrong = cluster.run("result", "r-wrong", "--follow", "--timeout", "2")
     failed = cluster.run("enqueue", "x" * 5_000, "--id", "long")
     refused = cluster.run("result", "long", "--follow")
 
@@ -55,6 +57,9 @@ def test_what_was_enqueued_is_answered_later(cluster: ProcessCluster, tmp_path: 
     assert (too_early.returncode, unknown.returncode) == (3, 3)
     assert "--follow" in too_early.stderr
     assert "not known" in unknown.stderr
+    assert wrong.returncode == 3
+    assert "cellpipe: request r-wrong is not known: it waits in its queue" in wrong.stderr
+    assert "request r-wrong is not known after 2 s" in wrong.stderr
     assert followed.returncode == 0, followed.stderr
     assert followed.stdout == again["text"] + "\n"
     assert named.stdout == "mine\n"
@@ -62,6 +67,77 @@ def test_what_was_enqueued_is_answered_later(cluster: ProcessCluster, tmp_path: 
     assert failed.returncode == 0
     assert refused.returncode == 1
     assert "positions" in refused.stderr
+
+
+def test_what_nobody_takes_is_told_by_its_id_and_can_be_cancelled_in_its_queue(
+    amqp_url: str, fresh_redis_url: str, tmp_path: Path
+) -> None:
+    with ProcessCluster(amqp_url, fresh_redis_url, tmp_path) as cluster:
+        cluster.settings["CELLPIPE_CACHE_DIR"] = str(tmp_path)
+        loaded = cluster.run("load", str(write_gguf(tmp_path / "tiny.gguf")))
+        assert loaded.returncode == 0, loaded.stderr
+
+        asked = cluster.run("run", "--cluster", "--raw", "hello")
+        (request_id,) = re.findall(r"request (r-[0-9a-f]{24}): no scheduler runs", asked.stderr)
+        unknown = cluster.run("cancel", request_id)
+        cancelled = cluster.run("cancel", request_id, "--queued")
+        again = cluster.run("cancel", request_id, "--queued")
+        cluster.start("scheduler")
+        ended = json.loads(cluster.run("result", request_id, "--json", "--follow").stdout)
+
+    assert asked.returncode == 3
+    assert "start one: cellpipe scheduler" in asked.stderr
+    assert f"cellpipe result {request_id} --follow" in asked.stderr
+    assert unknown.returncode == 1
+    assert f"cellpipe cancel {request_id} --queued" in unknown.stderr
+    assert cancelled.stdout == f"{request_id} cancelled\n"
+    assert again.stdout == f"{request_id} had ended already (abort)\n"
+    assert (ended["finish_reason"], ended["token_ids"]) == ("abort", [])
+
+
+def test_each_name_of_a_model_is_taken_at_every_door(
+    amqp_url: str, fresh_redis_url: str, tmp_path: Path
+) -> None:
+    model = write_gguf(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")  # a tiny one, called so
+    with ProcessCluster(amqp_url, fresh_redis_url, tmp_path) as cluster:
+        cluster.settings["CELLPIPE_CACHE_DIR"] = str(tmp_path)
+        loaded = cluster.run("load", str(model), "--json")
+        model_id = json.loads(loaded.stdout)["model_id"]
+        names = ["smollm2-135m", "smollm2-135m-instruct.q4_1", model_id]
+        cluster.start("scheduler", "--model", names[0])
+        cluster.start("worker", "--model", names[1])
+        cluster.wait_until_serving(1)
+        asked = ["hello", "--raw", "-n", "4"]
+        file, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        lines = [batch_line(n) | {"custom_id": name} for n, name in enumerate(names)]
+        for line, name in zip(lines, names, strict=True):
+            line["body"]["model"] = name
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+        run = [cluster.run("run", "--cluster", *asked, "-m", name) for name in names]
+        enqueued = [cluster.run("enqueue", *asked, "-m", name) for name in names]
+        results = [
+            cluster.run("result", e.stdout.strip(), "--follow", "-m", name)
+            for e, name in zip(enqueued, names, strict=True)
+        ]
+        batch = cluster.run("batch", str(file), "-o", str(answers), "--cluster", "-m", names[0])
+        with ApiServer(
+            "gateway", "--model", names[0], settings=cluster.settings, log=tmp_path / "gateway.log"
+        ) as server:
+            by_http = [
+                server.call(
+                    "POST", "/v1/completions", {"model": name, "prompt": "hello", "max_tokens": 4}
+                )
+                for name in names
+            ]
+        other = cluster.run("run", "--cluster", *asked, "-m", f"{names[1]}@00")
+
+    assert [r.returncode for r in (*run, *enqueued, *results)] == [0] * 9, run[0].stderr
+    assert len({r.stdout for r in (*run, *results)}) == 1
+    assert batch.returncode == 0, answers.read_text()
+    assert [status for status, _, _ in by_http] == [200] * 3
+    assert other.returncode == 1
+    assert "name one of those" in other.stderr
 
 
 @pytest.mark.parametrize(
@@ -73,6 +149,7 @@ def test_what_was_enqueued_is_answered_later(cluster: ProcessCluster, tmp_path: 
         ["enqueue", "hello", "--id", "not an id"],
         ["enqueue", "hello", "--raw", "--system", "x"],
         ["result", "not an id"],
+        ["result", "r-1", "--timeout", "5"],
         ["batch", "/does/not/exist", "-o", "out"],
     ],
 )
@@ -81,6 +158,14 @@ def test_wrong_usage_is_exit_code_2_and_needs_no_server(arguments: list[str]) ->
 
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_id_that_cannot_be_is_named_by_its_option() -> None:
+    result = cellpipe("enqueue", "--id", "a b", "hi")
+
+    assert result.returncode == 2
+    assert result.stderr.startswith("cellpipe: --id must be 1-64 letters")
+    assert "'a b'" in result.stderr
 
 
 def test_a_batch_that_is_killed_is_gone_on_with_and_has_one_line_each(

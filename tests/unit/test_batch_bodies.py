@@ -68,11 +68,10 @@ def test_every_choice_and_every_prompt_is_a_request_of_its_own() -> None:
     assert len({r.request_id for r in line.requests}) == 4
 
 
-def test_the_model_may_be_called_by_the_name_that_the_command_was_given() -> None:
-    body = {"messages": MESSAGES, "model": "mine"}
-
-    assert line_of(CHAT_URL, body, own_name="mine").error is None
-    refused = line_of(CHAT_URL, body).error
+def test_the_model_may_be_called_by_its_name_and_its_id_alone() -> None:
+    for name in (MODEL.model_name, MODEL.model_id):
+        assert line_of(CHAT_URL, {"messages": MESSAGES, "model": name}).error is None
+    refused = line_of(CHAT_URL, {"messages": MESSAGES, "model": "mine"}).error
     assert refused is not None
     assert (refused.status, refused.param, refused.code) == (404, "model", "model_not_found")
 

@@ -210,7 +210,7 @@ def test_stop_strings_and_several_choices_are_as_by_http(tmp_path: Path) -> None
     assert texts_of(none) == [whole]
     (record,) = [batch.rig.ledger.get(i) for i in batch.submitted if "-c" not in i][2:3]
     assert record is not None
-    assert record.finish_reason is FinishReason.ABORT, "nobody wants what comes after it"
+    assert record.finish_reason is FinishReason.STOP, "nobody wants what comes after it"
 
 
 def test_forms_and_calls_are_as_by_http(tmp_path: Path) -> None:

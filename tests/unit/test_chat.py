@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from services.cli import chat
 from services.cli.answer import Answer
 from services.cli.chat import Conversation
-from shared.messages import ChatMessage, FinishReason
+from shared.errors import TransientError
+from shared.messages import ChatMessage, FinishReason, Request, SamplingParams
 
 Type = Callable[[str], None]
 
@@ -110,3 +112,17 @@ def test_stats_count_what_was_said() -> None:
 
 def test_an_unknown_command_is_named() -> None:
     assert "/nonsense" in Conversation().command("/nonsense x")
+
+
+def test_a_turn_that_fails_says_who_speaks_and_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def submit(request: Request) -> str:
+        raise TransientError("the cluster is away", remedy="bring it back")
+
+    producer = SimpleNamespace(submit=submit)
+    session = SimpleNamespace(producer=producer, outlives_us=False)
+
+    chat._take_turn(session, Conversation(), "hi", SamplingParams(), timeout_s=9)  # type: ignore[arg-type]
+
+    assert capsys.readouterr().err == "cellpipe: the cluster is away\n  bring it back\n"

@@ -7,7 +7,9 @@ import pytest
 from shared.errors import ModelError, RequestError
 from shared.messages import ChatMessage
 from shared.text.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
+from shared.text.prompt import chat_token_ids
 from tests.gguf_files import CHAT_TEMPLATE
+from tests.rig_model import rig_tokenizer
 
 HELLO = (ChatMessage("user", "Hello"),)
 
@@ -122,3 +124,14 @@ def test_loops_keep_what_templates_ask_of_them() -> None:
     assert template.render((ChatMessage("user", "q"), ChatMessage("user", "r"))) == (
         "0TrueFalse2" + "1FalseTrue2q" + "a1None" + "qx"
     )
+
+
+def test_more_messages_than_positions_are_refused_unrendered() -> None:
+    class Unused(ChatTemplate):
+        def render(self, *_: object, **__: object) -> str:
+            raise AssertionError("it takes seconds in which nobody else is served")
+
+    messages = [ChatMessage("user", "x")] * 256
+
+    with pytest.raises(RequestError, match="256 messages, and the model holds 256 positions"):
+        chat_token_ids(messages, rig_tokenizer(), Unused(CHAT_TEMPLATE), max_positions=256)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.gateway.answer import Answer
+from services.gateway.error_response import error_response
 from services.gateway.note import Note
 from services.gateway.reader import EventReader
 from services.scheduler.limits import SchedulerLimits
@@ -42,6 +43,13 @@ def test_every_class_of_errors_has_a_status() -> None:
     assert set(every_class()) == {*ANSWERS, RequestError}
     for status, _ in ANSWERS.values():
         assert status in (429, 500, 503)
+
+
+def test_what_is_not_supported_is_not_to_be_asked_again() -> None:
+    unsupported, away = (error_response(ApiError(status, "why")) for status in (501, 503))
+
+    assert unsupported.headers["x-should-retry"] == "false"
+    assert "x-should-retry" not in away.headers
 
 
 def test_what_is_asked_in_vain_is_the_clients_error() -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from services.worker.placement import ADOPT_AFTER_S, Placement, check_memory
+from services.worker.placement import (
+    ADOPT_AFTER_S,
+    LOAD_AGAIN_AFTER_S,
+    Placement,
+    check_memory,
+)
 from shared.config import parse_size
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ShardError
 from shared.store.connection import connect
 from shared.store.presence import Presence
 from shared.store.presence_types import WorkerInfo, WorkerState
@@ -32,7 +38,13 @@ class Groups:
         self.groups = tuple(g for g in self.groups if g != group)
 
 
-def placed(memory_bytes: int, *groups: int) -> tuple[Presence, Placement, Groups]:
+def load_any(group: int) -> Any:
+    return group
+
+
+def placed(
+    memory_bytes: int, *groups: int, load: Callable[[int], Any] = load_any
+) -> tuple[Presence, Placement, Groups]:
     presence = Presence(connect("memory://").meta, ttl_ms=60_000)
     info = WorkerInfo("me", state=WorkerState.SERVING, memory_bytes=memory_bytes)
     placement = Placement(
@@ -40,7 +52,7 @@ def placed(memory_bytes: int, *groups: int) -> tuple[Presence, Placement, Groups
         LAYOUT,
         SIZES,
         claimant=lambda: info,
-        load=lambda group: group,  # type: ignore
+        load=load,
     )
     placement.claim(groups)
     return presence, placement, Groups(*groups)
@@ -126,3 +138,25 @@ def test_a_worker_without_room_stays_when_it_is_the_only_one() -> None:
 
     assert worker.groups == (0,)
     assert presence.coverage(LAYOUT) == [1, 0]
+
+
+def test_what_cannot_be_loaded_is_left_to_others_and_ends_no_worker() -> None:
+    damaged = {1}
+    num_loads = 0
+
+    def load(group: int) -> Any:
+        nonlocal num_loads
+        num_loads += 1
+        if group in damaged:
+            raise ShardError("shard layer.6 is missing")
+
+    presence, placement, worker = placed(250, 0, load=load)
+
+    balance_for(placement, worker, LOAD_AGAIN_AFTER_S)
+    assert (worker.groups, num_loads) == ((0,), 1)
+    assert presence.coverage(LAYOUT) == [1, 0]  # whoever asks hears which group is not served
+
+    damaged.clear()
+    placement.balance(worker, LOAD_AGAIN_AFTER_S + ADOPT_AFTER_S)
+    assert worker.groups == (0, 1)
+    assert presence.coverage(LAYOUT) == [1, 1]

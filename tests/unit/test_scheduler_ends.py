@@ -274,3 +274,20 @@ def test_a_request_of_a_model_that_is_not_served_any_more_ends_by_name() -> None
     (reply,) = rig.replies("mine")
     assert "other@0 is not served" in reply.error
     assert rig.tokens("r") == []
+
+
+def test_a_full_reply_queue_of_one_keeps_no_room_from_others() -> None:
+    rig = Rig(2)
+    rig.add_workers()
+    scheduler = rig.add_scheduler(limits=SchedulerLimits(max_in_flight=1, settle_after_s=3.0))
+    rig.open_reply_queue("full", max_length=0)
+    rig.open_reply_queue("mine")
+    rig.submit(make_request("stuck"), reply_to="full")
+    rig.run_until(lambda: "stuck" in rig.ledger.states(["stuck"]))
+    rig.run_until_done("stuck")
+
+    rig.submit(make_request("other"), reply_to="mine")
+    rig.run_until(lambda: rig.num_ready("mine") == 1)
+
+    assert scheduler.num_in_flight == 1  # its reply is still tried
+    assert scheduler.reserved_kv_bytes == 0

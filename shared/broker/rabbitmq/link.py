@@ -6,6 +6,7 @@ Owns the ioloop, the two TCP connections and their back-off. Knows no queue and 
 from __future__ import annotations
 
 import random
+import struct
 import threading
 import time
 from collections import deque
@@ -14,8 +15,11 @@ from typing import Any
 
 import pika
 import pika.exceptions
+import pika.frame
 import structlog
 from pika.adapters.select_connection import IOLoop
+
+from shared.broker.rabbitmq.frames import without_headers
 
 log = structlog.get_logger()
 
@@ -23,6 +27,16 @@ MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 # One read takes what a socket holds: pika's own 4 KiB cost 4.3 ms of CPU for a body of 1 MiB.
 READ_BYTES = 256 << 10
+# What pika raises for a table of headers that it cannot hold.
+_UNDECODED = (
+    ArithmeticError,
+    LookupError,
+    OSError,
+    RecursionError,
+    ValueError,
+    struct.error,
+    pika.exceptions.InvalidFieldTypeException,
+)
 
 
 class IoThread:
@@ -83,7 +97,7 @@ def _run_if_open(callback: Callable[[], None]) -> None:
 class Connection(pika.SelectConnection):  # type: ignore[misc]
     """pika's connection with large reads, one write per message, and a bug less.
 
-    It reaches into pika's transport, which offers no setting for this: `_transport` and the
+    It reaches into pika, which offers no setting for this: `_read_frame`, `_transport` and the
     transport's `_MAX_RECV_BYTES` and `_MAX_CONSUME_BYTES` exist in pika 1.4.4, and a version
     without them is merely slower.
     """
@@ -102,6 +116,18 @@ class Connection(pika.SelectConnection):  # type: ignore[misc]
         self.bytes_sent += sum(map(len, marshaled_frames))
         self.frames_sent += len(marshaled_frames)
         self._adapter_emit_data(b"".join(marshaled_frames))
+
+    def _read_frame(self) -> tuple[int, Any]:
+        try:
+            frame: tuple[int, Any] = super()._read_frame()
+        except _UNDECODED as error:
+            bare = without_headers(bytes(self._frame_buffer))
+            if bare is None:
+                raise
+            log.warning("headers_dropped", reason=repr(error)[:200])
+            num_bytes, whole = bare
+            return num_bytes, pika.frame.decode_frame(whole)[1]
+        return frame
 
     def _on_connection_workflow_done(self, conn_or_exc: Any) -> None:
         # pika 1.4.4 reports a close during the handshake with the class of its exception

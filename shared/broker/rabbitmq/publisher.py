@@ -20,6 +20,7 @@ import structlog
 from shared.broker.base import Outgoing, refuse_oversized
 from shared.broker.rabbitmq.ids import message_id, tag_of, unix_us
 from shared.broker.rabbitmq.link import Connection, IoThread, describe
+from shared.broker.rabbitmq.texts import to_wire
 from shared.errors import (
     BrokerUnavailable,
     ConfirmTimeout,
@@ -175,13 +176,13 @@ class Publisher:
             self._in_flight[self._last_tag] = (confirm, message)
             channel.basic_publish(
                 "",
-                message.queue,
+                to_wire(message.queue),
                 message.body,
                 pika.BasicProperties(
-                    content_type=message.content_type,
+                    content_type=to_wire(message.content_type),
                     delivery_mode=2 if message.persistent else 1,
-                    correlation_id=message.correlation_id or None,
-                    reply_to=message.reply_to or None,
+                    correlation_id=to_wire(message.correlation_id) or None,
+                    reply_to=to_wire(message.reply_to) or None,
                     headers=dict(message.headers) if message.headers else None,
                     message_id=message_id(self._last_tag, confirm.began_unix_us),
                 ),

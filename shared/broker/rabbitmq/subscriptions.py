@@ -20,6 +20,7 @@ from shared.broker.base import Delivery, Headers
 from shared.broker.rabbitmq.control import NOT_FOUND, refuse, resolve
 from shared.broker.rabbitmq.ids import sent_unix_us, unix_us
 from shared.broker.rabbitmq.link import Connection, IoThread, backoff_s, describe
+from shared.broker.rabbitmq.texts import from_wire
 from shared.errors import BrokerUnavailable, ConfigError
 
 log = structlog.get_logger()
@@ -172,13 +173,13 @@ class Subscriptions:
                 queue,
                 body,
                 bool(method.redelivered),
-                properties.content_type or "",
-                properties.correlation_id or "",
-                properties.reply_to or "",
+                from_wire(properties.content_type),
+                from_wire(properties.correlation_id),
+                from_wire(properties.reply_to),
                 (subscription, tag),
                 headers,
                 handed_over_from,
-                sent_unix_us(properties.message_id),
+                sent_unix_us(from_wire(properties.message_id)),
                 unix_us(),
             )
             with self._arrived:
@@ -255,14 +256,15 @@ class Subscriptions:
         return theirs
 
 
-def _read_headers(headers: Mapping[str, Any] | None) -> tuple[Headers, str]:
+def _read_headers(headers: Mapping[str | bytes, Any] | None) -> tuple[Headers, str]:
     """A delivery's headers and where it came from: ours are texts, the broker adds its own."""
     if not headers:
         return (), ""
     texts = tuple(
         (name, value)
         for name, value in headers.items()
-        if isinstance(value, str) and not name.startswith(BROKER_HEADERS)
+        # pika leaves what is no UTF-8 as bytes, names too.
+        if isinstance(name, str) and isinstance(value, str) and not name.startswith(BROKER_HEADERS)
     )
     first_queue = headers.get("x-first-death-queue")
     return texts, first_queue if isinstance(first_queue, str) else ""
