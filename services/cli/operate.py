@@ -105,6 +105,7 @@ def cancel(
     queued: Annotated[
         bool, typer.Option("--queued", help="Also one that no scheduler has taken yet.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """End a request; whoever waits for it hears that it was aborted.
 
@@ -125,7 +126,8 @@ def cancel(
             or (queued and ledger.refuse(aborted_record(request_id)))
             or (queued and ledger.finish(request_id, FinishReason.ABORT))
         ):
-            typer.echo(f"{request_id} cancelled")
+            told = {"request_id": request_id, "cancelled": True}
+            typer.echo(json.dumps(told) if as_json else f"{request_id} cancelled")
             return
         state = ledger.states([request_id]).get(request_id)
     if state is None:
@@ -133,7 +135,10 @@ def cancel(
             f"request {request_id} is not known",
             remedy=f"if it waits in its queue: cellpipe cancel {request_id} --queued",
         )
-    typer.echo(f"{request_id} had ended already ({state.finish_reason})")
+    ended = {"request_id": request_id, "cancelled": False, "finish_reason": state.finish_reason}
+    typer.echo(
+        json.dumps(ended) if as_json else f"{request_id} had ended already ({state.finish_reason})"
+    )
 
 
 @app.command()

@@ -76,6 +76,7 @@ def enqueue(
     timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds after which it is given up; 0 is never.")
     ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Put a request into the queue of a cluster and print its id.
 
@@ -111,7 +112,8 @@ def enqueue(
     with open_session(config, model=model, cluster=True, num_groups=1, num_threads=1) as session:
         if model:
             request = replace(request, model=session.model_id)
-        typer.echo(session.producer.submit(request, batch=batch))
+        submitted = session.producer.submit(request, batch=batch)
+    typer.echo(json.dumps({"request_id": submitted}) if as_json else submitted)
 
 
 @app.command()

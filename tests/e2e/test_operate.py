@@ -42,13 +42,14 @@ def test_an_operator_sees_cancels_drains_and_buries(
         waiting = Request("r-waiting", token_ids=(5, 6), sampling=SamplingParams(max_tokens=4))
         Producer(broker, ledger).submit(waiting)
         wait_until(lambda: bool(ledger.states(["r-waiting"])), "it is admitted")
-        first = cluster.run("cancel", "r-waiting")
+        first = cluster.run("cancel", "r-waiting", "--json")
         again = cluster.run("cancel", "r-waiting")
         unknown = cluster.run("cancel", "r-unknown")
         (end,) = ledger.events("r-waiting")
         assert (first.returncode, again.returncode, unknown.returncode) == (0, 0, 1)
         assert isinstance(end, FinalEvent)
         assert end.finish_reason is FinishReason.ABORT
+        assert json.loads(first.stdout) == {"request_id": "r-waiting", "cancelled": True}
         assert "abort" in again.stdout
         cancelled = cluster.run("result", "r-waiting")
         assert cancelled.returncode == 1  # 130 is for Ctrl-C

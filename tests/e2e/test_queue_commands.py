@@ -46,7 +46,9 @@ def test_what_was_enqueued_is_answered_later(cluster: ProcessCluster, tmp_path: 
     cluster.start("worker")
     followed = cluster.run("result", enqueued.stdout.strip(), "--follow")
     again = json.loads(cluster.run("result", enqueued.stdout.strip(), "--json").stdout)
-    named = cluster.run("enqueue", "--file", str(question), *common, "--batch", "--id", "mine")
+    named = cluster.run(
+        "enqueue", "--file", str(question), *common, "--batch", "--id", "mine", "--json"
+    )
     from_file = json.loads(cluster.run("result", "mine", "--json", "--follow").stdout)
     wrong = cluster.run("result", "r-wrong", "--follow", "--timeout", "2")
     failed = cluster.run("enqueue", "x" * 5_000, "--id", "long")
@@ -62,7 +64,7 @@ def test_what_was_enqueued_is_answered_later(cluster: ProcessCluster, tmp_path: 
     assert "request r-wrong is not known after 2 s" in wrong.stderr
     assert followed.returncode == 0, followed.stderr
     assert followed.stdout == again["text"] + "\n"
-    assert named.stdout == "mine\n"
+    assert json.loads(named.stdout) == {"request_id": "mine"}
     assert from_file["token_ids"] == again["token_ids"]
     assert failed.returncode == 0
     assert refused.returncode == 1
