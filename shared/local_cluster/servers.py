@@ -70,8 +70,12 @@ class PrivateServers:
             self._script.require_software(("rabbitmq", "redis"), False)
         except self._script.ServersError as error:
             raise ConfigError(str(error)) from None
-        main = self._up("meta", ("rabbitmq", "redis"), {})
-        kv = self._up("kv", ("redis",), {})
+        try:
+            main = self._up("meta", ("rabbitmq", "redis"), {})
+            kv = self._up("kv", ("redis",), {})
+        except BaseException:  # whoever interrupts us between the two has nothing to close
+            self.close()
+            raise
         self.settings = {
             "CELLPIPE_AMQP_URL": str(main["amqp_url"]),
             "CELLPIPE_REDIS_URL": str(main["redis_url"]),

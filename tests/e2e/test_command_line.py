@@ -190,7 +190,7 @@ def test_respawn_leaves_alone_what_has_left_and_does_not_end_the_others() -> Non
 
         respawn.send_signal(signal.SIGTERM)
 
-        stdout, _ = respawn.communicate(timeout=10)  # nothing that it started holds its output
+        stdout, _ = respawn.communicate(timeout=20)  # nothing that it started holds its output
         assert (respawn.returncode, stdout) == (0, "started\n")
     finally:
         if respawn.poll() is None:
