@@ -26,13 +26,14 @@ INLINE __m256 half8(const uint8_t *p)
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
 
-/* Not to be kept: a token reads all weights once, and the caller's data is to stay in the caches. */
+/* Into all caches: passing by the last level, as weights read once a token might, cost nearly half of
+ * the speed where it holds a whole model (Xeon with 300 MB). */
 INLINE void prefetch(const uint8_t *p, const int lines)
 {
     int i;
 #pragma GCC unroll 8
     for (i = 0; i < lines; i++)
-        _mm_prefetch((const char *)p + 64 * i, _MM_HINT_NTA);
+        _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
 }
 
 /* a += (scale * d) * dot */

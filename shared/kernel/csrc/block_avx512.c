@@ -41,13 +41,14 @@ INLINE void dot32(__m512i sum[CP_TILE], const int n, const __m512i w[8], const i
         }
 }
 
-/* Not to be kept: a token reads all weights once, and the caller's data is to stay in the caches. */
+/* Into all caches: passing by the last level, as weights read once a token might, cost nearly half of
+ * the speed where it holds a whole model (Xeon with 300 MB). */
 INLINE void prefetch(const uint8_t *p, const int lines)
 {
     int i;
 #pragma GCC unroll 8
     for (i = 0; i < lines; i++)
-        _mm_prefetch((const char *)p + 64 * i, _MM_HINT_NTA);
+        _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
 }
 
 /* The two sums of a row: of products, and of mins. */
