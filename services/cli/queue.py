@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli.answer import end_line, tell, tell_of_outage, with_id
+from services.cli.cluster import ModelOption
 from services.cli.generate import (
     MaxTokens,
     Seed,
@@ -41,17 +42,6 @@ if TYPE_CHECKING:
     from services.cli.session import Session
     from shared.messages import Reply
 
-LoadedModel = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        help="A loaded model, by its name, name@digest or name in the catalog. "
-        "Default: the one loaded last.",
-        show_default=False,
-    ),
-]
-
 
 @app.command()
 def enqueue(
@@ -59,7 +49,7 @@ def enqueue(
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Read what to ask from a file.")
     ] = None,
-    model: LoadedModel = "",
+    model: ModelOption = "",
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -125,7 +115,7 @@ def result(
     timeout: Annotated[
         float, typer.Option(min=0.0, help="With --follow: seconds until it gives up; 0 is never.")
     ] = 0.0,
-    model: LoadedModel = "",
+    model: ModelOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print the answer to a request. Exit code 3: none yet; 1: it failed or was cancelled.
