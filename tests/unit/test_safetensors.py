@@ -57,7 +57,7 @@ def test_every_float_type_is_read_exactly_by_row_ranges(tmp_path: Path, dtype: s
 
 def test_the_safetensors_package_agrees_where_it_is_installed(tmp_path: Path) -> None:
     numpy_side = pytest.importorskip("safetensors.numpy")
-    arrays = {"a": MATRIX, "b.c": np.arange(5, dtype=np.float16), "scalar": np.float32(3)}
+    arrays = {"a": MATRIX, "b.c": np.arange(5, dtype=np.float16), "scalar": np.array(3, np.float32)}
     numpy_side.save_file(arrays, tmp_path / "m.safetensors", metadata={"format": "np"})
 
     tensors = open_safetensors(tmp_path / "m.safetensors")
