@@ -39,6 +39,10 @@ LAYER_TENSORS = (
 )
 
 
+def _nothing_to_release(start: int, stop: int) -> None:
+    """Of numbers that lie in no file."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorView:
     """One tensor of a model file, unread. A vector has rows 1.
@@ -47,7 +51,7 @@ class TensorView:
     gives `Int4Blocks`, `Int8Blocks` or float32 (stop - start, C) according to `kind`, and
     `read_float32(start, stop)` what the file itself says, before it was brought into that form.
     Both are copies and raise `ModelError` for numbers that are not finite. `is_lossless`: they are
-    the same numbers.
+    the same numbers. `release(start, stop)` lets go of the memory of rows that were read.
     """
 
     name: str
@@ -59,6 +63,7 @@ class TensorView:
     read_rows: Callable[[int, int], TensorNumbers]
     read_float32: Callable[[int, int], Float32]
     is_lossless: bool = True
+    release: Callable[[int, int], None] = _nothing_to_release
 
     def read(self) -> TensorNumbers:
         """The whole tensor at once."""
@@ -89,6 +94,9 @@ def tensor_view(
     def rows_as_float32(start: int, stop: int) -> Float32:
         return read_float32(tensor, first_row + start, first_row + stop)
 
+    def release(start: int, stop: int) -> None:
+        tensor.release(first_row + start, first_row + stop)
+
     return TensorView(
         name,
         kind,
@@ -99,6 +107,7 @@ def tensor_view(
         rows_in_kind,
         rows_as_float32,
         is_lossless(tensor, kind),
+        release,
     )
 
 
