@@ -21,7 +21,7 @@ from shared.quant.pack import pack_blocks
 Bytes = npt.NDArray[np.uint8]
 
 PIECE_VALUES = 1 << 19  # float32 copies of them stay in the outer caches
-SAMPLED = 8  # the error is measured on one row of so many
+SAMPLED = 16  # the error is measured on one row of so many
 
 
 @dataclass(frozen=True, slots=True)
