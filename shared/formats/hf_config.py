@@ -93,7 +93,7 @@ def read_hf_config(
             **options,
         )
     except ModelError as error:  # named a field; the file is known here
-        raise keys.bad(str(error)) from error
+        raise error if error.remedy else keys.bad(str(error)) from error
 
 
 def _refuse_unsupported(keys: Keys, architecture: Architecture) -> None:
@@ -193,7 +193,7 @@ def _scaling(keys: Keys, parameters: Keys) -> RopeScaling | None:
                     long_factors=tuple(parameters.items("long_factor", float) or ()),
                 )
     except ModelError as error:
-        raise keys.bad(str(error)) from error
+        raise error if error.remedy else keys.bad(str(error)) from error
     raise keys.bad(f"rope scaling {kind!r:.40} is not supported")
 
 
