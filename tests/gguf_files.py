@@ -180,3 +180,22 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, type_nam
         writer.add_tensor(name, np.float16(values))
     else:
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
+# Where the fp16 scales and minima of a block lie; all else may be any bytes.
+_HALVES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+BLOCK_TYPES = tuple(_HALVES)
+
+
+def random_blocks(type_name: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
+    """Blocks of any type with finite numbers, uint8 (rows, bytes of a row)."""
+    block_values, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (rows, cols // block_values, block_bytes), np.uint8)
+    for at in _HALVES[type_name]:
+        halves = np.float16(rng.uniform(0.001, 0.02, blocks.shape[:2]))
+        blocks[:, :, at : at + 2] = halves[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)

@@ -24,6 +24,7 @@ from services.loader.pull import (
     only_one,
     resolve_model,
 )
+from services.loader.tensors import RepackingError
 from shared.errors import ModelError, ShardError
 from shared.formats.gguf import read_gguf
 from shared.manifest import MAX_SEGMENT_BYTES, Manifest, ShardEntry
@@ -150,14 +151,18 @@ def _pack_into(
     # Shards are about as large as what they are made of; the bar ends with the last one.
     total = model_file.stat().st_size
     entries: list[ShardEntry] = []
+    errors: list[RepackingError] = []
     done = 0
     progress("pack", done, total)
     for shard in pack_shards(description, options):
         (folder / f"{shard.entry.name}.shard").write_bytes(shard.data.data)
         entries.append(shard.entry)
+        errors += shard.errors
         done += shard.entry.num_bytes
         progress("pack", min(done, total), total)
-    manifest = build_manifest(description, options, entries, source_sha256=source_sha256)
+    manifest = build_manifest(
+        description, options, entries, source_sha256=source_sha256, errors=errors
+    )
     (folder / MANIFEST_FILE).write_text(manifest.to_json())
 
 

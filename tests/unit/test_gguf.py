@@ -198,7 +198,7 @@ def q4_blocks(rows: int, cols: int, scale: float, *, kind: str) -> np.ndarray:
     [
         ("Q4_1", np.nan, "attn_k.weight holds NaN or infinity"),
         ("Q4_1", np.inf, "attn_k.weight holds NaN or infinity"),
-        ("Q4_0", 8200.0, "attn_k.weight has a scale whose minimum overflows fp16"),
+        ("Q4_0", 8200.0, "attn_k.weight has a scale or a minimum that overflows fp16"),
         ("Q4_0", np.nan, "attn_k.weight holds NaN or infinity"),
     ],
 )
