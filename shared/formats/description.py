@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shared.manifest import TensorKind
 from shared.model.config import ModelConfig
-from shared.text.vocabulary import Vocabulary
+from shared.text.vocabulary import AnyVocabulary
 
 GROUP_SIZE = 32
 
@@ -89,7 +89,7 @@ class ModelDescription:
     source: str
     config: ModelConfig
     tensors: Mapping[str, TensorView]
-    vocabulary: Vocabulary
+    vocabulary: AnyVocabulary
     chat_template: str | None
 
 
