@@ -18,7 +18,7 @@ from shared.model.config import ModelConfig
 from shared.quant.blocks import Int4Blocks as Int4Blocks
 from shared.quant.blocks import Int8Blocks as Int8Blocks
 from shared.quant.blocks import TensorNumbers
-from shared.text.vocabulary import Vocabulary
+from shared.text.vocabulary import AnyVocabulary
 
 GROUP_SIZE = 32
 
@@ -125,7 +125,7 @@ class ModelDescription:
     source: str
     config: ModelConfig
     tensors: Mapping[str, TensorView]
-    vocabulary: Vocabulary
+    vocabulary: AnyVocabulary
     chat_template: str | None
 
 
