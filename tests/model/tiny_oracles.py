@@ -112,6 +112,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_rope({"rope_type": "default", "partial_rotary_factor": 0.75}), "sliding_window": None},
     ),
 }
+# The format has no word for how these scale attention: it is known by the size.
+GGUF_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2 by head": ("Gemma2Config", {"sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "gemma3 by head": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+}
 # transformers takes their long factors for long prompts alone; we, as llama.cpp, for all.
 LONG_VARIANTS = {"phi3, longrope, long"}
 
@@ -142,7 +158,7 @@ def make_oracle(variant: str) -> Oracle:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.disable_progress_bar()
-    class_name, changes = VARIANTS[variant]
+    class_name, changes = (VARIANTS | GGUF_VARIANTS)[variant]
     config = getattr(transformers, class_name)(**{**BASE, **changes})
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
