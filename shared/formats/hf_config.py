@@ -15,6 +15,7 @@ from shared.formats.keys import Keys
 from shared.model.config import ModelConfig
 from shared.model.rope import RopeScaling, longrope_attention_factor, yarn_attention_factor
 
+MAX_LAYERS = 1 << 12
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # What a dense decoder has not, by keys that tell of it.
 _REFUSED_COUNTS = {
@@ -51,7 +52,7 @@ def read_hf_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     keys = Keys(source, "key", values, whole_floats=True)
     _refuse_unsupported(keys, architecture)
     num_layers = keys.required("num_hidden_layers", int)
-    if not 1 <= num_layers <= 1 << 16:  # before a loop over them
+    if not 1 <= num_layers <= MAX_LAYERS:  # before a loop over them
         raise keys.bad(f"num_hidden_layers is {num_layers}")
     hidden, heads = keys.required("hidden_size", int), keys.required("num_attention_heads", int)
     if heads < 1:

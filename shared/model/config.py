@@ -140,14 +140,15 @@ class ModelConfig:
     def has_local_rope(self) -> bool:
         return self.local_rope_theta is not None
 
-    def rope_tables(self) -> dict[str, npt.NDArray[np.float32]]:
+    def rope_tables(self, rows: range | None = None) -> dict[str, npt.NDArray[np.float32]]:
         """Tables (max_position_embeddings, head_dim/2) by name: cos, sin, and those of sliding
-        layers, if they have their own."""
+        layers, if they have their own. With `rows` of these positions alone."""
         tables = {
             "": rope_tables(
                 self.rope_theta,
                 self.head_dim,
                 self.max_position_embeddings,
+                rows=rows,
                 rope_dim=self.rope_dim,
                 scaling=self.rope_scaling,
             )
@@ -157,6 +158,7 @@ class ModelConfig:
                 self.local_rope_theta,
                 self.head_dim,
                 self.max_position_embeddings,
+                rows=rows,
                 rope_dim=self.rope_dim,
             )
         return {

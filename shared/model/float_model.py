@@ -56,7 +56,8 @@ class FloatModel:
         self.config = config
         self._read = read
         self._kept: dict[str, Float32] | None = {} if keep_weights else None
-        self._tables = config.rope_tables()
+        self._tables: dict[str, Float32] = {}  # rope, of the rows below
+        self._table_rows = range(0)
 
     def new_cache(self) -> FloatCache:
         return FloatCache(self.config.num_hidden_layers)
@@ -161,9 +162,10 @@ class FloatModel:
         prefix = self.config.rope_of(index)
         if prefix is None:
             return x
-        rows = slice(start, start + len(x))
-        cos = self._tables[f"{prefix}cos"][rows, None]
-        sin = self._tables[f"{prefix}sin"][rows, None]
+        rows = range(start, start + len(x))
+        if rows != self._table_rows:  # those of every position would be most of a small model
+            self._tables, self._table_rows = self.config.rope_tables(rows), rows
+        cos, sin = self._tables[f"{prefix}cos"][:, None], self._tables[f"{prefix}sin"][:, None]
         half = self.config.head_dim // 2
         is_half = self.config.rope_pairing == "half"
         first = slice(0, half) if is_half else slice(0, None, 2)

@@ -160,10 +160,12 @@ def rope_tables(
     head_dim: int,
     num_positions: int,
     *,
+    rows: range | None = None,
     rope_dim: int | None = None,
     scaling: RopeScaling | None = None,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin, float32 (P, hd/2): made in binary64, then rounded.
+    """cos and sin, float32 (P, hd/2): made in binary64, then rounded. With `rows` of these positions
+    alone, of tables that have `num_positions`.
 
     Angle of pair i at position p: p * theta ** (-2i / rope_dim) (RoFormer, 3.2.2). With a
     `rope_dim` below head_dim only the first rope_dim/2 pairs turn; the others have cos 1, sin 0.
@@ -175,8 +177,9 @@ def rope_tables(
     if scaling is not None:
         inverse = scaling.scaled(inverse, theta, num_positions)
         length = scaling.attention_factor
-    angles = np.outer(np.arange(num_positions, dtype=np.float64), inverse)
-    cos = np.ones((num_positions, head_dim // 2), np.float32)
+    positions = np.array(range(num_positions) if rows is None else rows, np.float64)
+    angles = np.outer(positions, inverse)
+    cos = np.ones((len(positions), head_dim // 2), np.float32)
     sin = np.zeros_like(cos)
     cos[:, : len(inverse)] = length * np.cos(angles)
     sin[:, : len(inverse)] = length * np.sin(angles)
