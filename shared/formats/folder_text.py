@@ -37,12 +37,12 @@ def read_folder_text(folder: Path, vocab_size: int) -> FolderText:
     Raises `ModelError` naming the file, and what of it is missing, malformed or too large. Whether
     the tokenizer itself can be used says `Tokenizer.from_vocabulary`.
     """
-    config = _read_json(folder, "tokenizer_config.json") or {}
+    config = read_json(folder, "tokenizer_config.json") or {}
     document = _document(folder, config, vocab_size)
     ids = _ids_by_text(document)
-    names = {**(_read_json(folder, "special_tokens_map.json") or {}), **config}
-    model_config = _read_json(folder, "config.json") or {}
-    generation = _read_json(folder, "generation_config.json") or {}
+    names = {**(read_json(folder, "special_tokens_map.json") or {}), **config}
+    model_config = read_json(folder, "config.json") or {}
+    generation = read_json(folder, "generation_config.json") or {}
     bos, eos = (_named_id(names, key, ids) for key in ("bos_token", "eos_token"))
     if bos is None and "bos_token" not in names:
         bos = next(_id_list(model_config, "config.json", "bos_token_id", vocab_size), None)
@@ -61,7 +61,7 @@ def read_folder_text(folder: Path, vocab_size: int) -> FolderText:
 
 
 def _document(folder: Path, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    document = _read_json(folder, "tokenizer.json", MAX_TOKENIZER_BYTES)
+    document = read_json(folder, "tokenizer.json", MAX_TOKENIZER_BYTES)
     if document is not None:
         return document
     raw = _read(folder, "tiktoken.model", MAX_TOKENIZER_BYTES)
@@ -165,7 +165,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
             return raw.decode()
         except UnicodeDecodeError as error:
             raise _bad("chat_template.jinja", "it is no UTF-8") from error
-    old = _read_json(folder, "chat_template.json") or {}
+    old = read_json(folder, "chat_template.json") or {}
     for name, source in (
         ("tokenizer_config.json", config.get("chat_template")),
         ("chat_template.json", old.get("chat_template")),
@@ -189,7 +189,11 @@ def _default_of(name: str, source: Any) -> str:
     return source
 
 
-def _read_json(folder: Path, name: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any] | None:
+def read_json(folder: Path, name: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any] | None:
+    """The object in a file of a folder; None if there is none.
+
+    Raises `ModelError` for one that is too large or no JSON object.
+    """
     raw = _read(folder, name, max_bytes)
     if raw is None:
         return None

@@ -29,9 +29,9 @@ from shared.formats.description import (
     tensor_shapes,
 )
 from shared.formats.gguf_file import GgufFile, GgufTensor, open_gguf
+from shared.formats.gguf_vocabulary import read_gguf_vocabulary
 from shared.manifest import TensorKind
 from shared.model.config import ModelConfig
-from shared.text.vocabulary import Vocabulary
 
 SUPPORTED_ARCHITECTURES = ("llama",)
 MATRIX_KINDS = {"Q4_0": TensorKind.INT4, "Q4_1": TensorKind.INT4, "Q8_0": TensorKind.INT8}
@@ -63,7 +63,7 @@ def read_gguf(path: Path) -> ModelDescription:
         source=path.name,
         config=config,
         tensors=_views(file, config),
-        vocabulary=_vocabulary(file, config),
+        vocabulary=read_gguf_vocabulary(file, config.vocab_size),
         chat_template=_optional(file, "tokenizer.chat_template", str),
     )
 
@@ -208,32 +208,6 @@ def _check_finite(source: str, tensor: GgufTensor, values: npt.NDArray[np.floati
         )
 
 
-def _vocabulary(file: GgufFile, config: ModelConfig) -> Vocabulary:
-    tokens = _items(file, "tokenizer.ggml.tokens", str)
-    if len(tokens) != config.vocab_size:
-        raise _bad(
-            file,
-            f"tokenizer.ggml.tokens has {len(tokens)} tokens, "
-            f"the embedding {config.vocab_size} rows",
-        )
-    types = _items(file, "tokenizer.ggml.token_type", int)
-    if len(types) != len(tokens):
-        raise _bad(file, f"tokenizer.ggml.token_type has {len(types)} of {len(tokens)} entries")
-    for token_id in (config.bos_token_id, *config.eos_token_ids):
-        if token_id is not None and not 0 <= token_id < len(tokens):
-            raise _bad(file, f"special token id {token_id} is outside the vocabulary")
-    return Vocabulary(
-        model=_required(file, "tokenizer.ggml.model", str),
-        pre=_optional(file, "tokenizer.ggml.pre", str) or "default",
-        tokens=tuple(tokens),
-        token_types=tuple(types),
-        merges=tuple(_items(file, "tokenizer.ggml.merges", str)),
-        bos_token_id=config.bos_token_id,
-        eos_token_id=_optional(file, "tokenizer.ggml.eos_token_id", int),
-        add_bos=_optional(file, "tokenizer.ggml.add_bos_token", bool) or False,
-    )
-
-
 def _bad(file: GgufFile, what: str) -> ModelError:
     return ModelError(f"{file.path.name}: {what}", remedy="give a model file that cellpipe can run")
 
@@ -258,12 +232,4 @@ def _optional(file: GgufFile, key: str, kind: type[T]) -> T | None:
     # type(), not isinstance: bool passes for int, and an array of per-layer sizes for neither.
     if value is not None and type(value) is not kind:
         raise _bad(file, f"metadata key {key} must be {kind.__name__}, got {value!r:.60}")
-    return value
-
-
-def _items(file: GgufFile, key: str, kind: type[T]) -> list[T]:
-    """The list under a key; raises `ModelError` unless it is there and holds `kind` alone."""
-    value = file.metadata.get(key)
-    if not isinstance(value, list) or (value and type(value[0]) is not kind):
-        raise _bad(file, f"metadata key {key} must be an array of {kind.__name__}")
     return value
