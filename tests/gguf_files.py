@@ -111,14 +111,21 @@ class TinyModel:
 def write_gguf(path: Path, model: TinyModel | None = None) -> Path:
     """Write a tiny model and return its path. Replaced tensors are (array, type name)."""
     model = model or TinyModel()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(str(path), model.architecture)
-    for key, value in _metadata(model).items():
-        _add(writer, key, value)
     tensors: dict[str, Any] = {
         name: (values, model.type_of(name)) for name, values in model.weights().items()
     }
-    for name, tensor in (tensors | dict(model.tensors)).items():
+    return write_items(path, model.architecture, _metadata(model), tensors | dict(model.tensors))
+
+
+def write_items(
+    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> Path:
+    """Write a file of just these metadata and tensors, (array, type name) each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for key, value in metadata.items():
+        _add(writer, key, value)
+    for name, tensor in tensors.items():
         if tensor is not _REMOVED:
             _add_tensor(writer, name, *tensor)
     writer.write_header_to_file()

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from shared.topology import Layout
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="A catalog name (smollm2-135m) or a path to a .gguf file.")
+    str,
+    typer.Argument(
+        help="A catalog name (smollm2-135m), or a path to a .gguf file or a Hugging Face folder."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

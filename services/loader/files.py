@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 READ_BYTES = 1 << 20
@@ -37,6 +37,14 @@ def file_sha256(path: Path, progress: Progress | None = None) -> str:
             if progress is not None:
                 progress(done, total)
     return digest.hexdigest()
+
+
+def files_sha256(files: Sequence[Path]) -> str:
+    """SHA-256 of one file; of several, that of the list that sha256sum would print of them."""
+    if len(files) == 1:
+        return file_sha256(files[0])
+    lines = "".join(f"{file_sha256(path)}  {path.name}\n" for path in files)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -20,10 +20,10 @@ from shared.formats.description import (
     EMBEDDING_TENSOR,
     FINAL_NORM_TENSOR,
     HEAD_TENSOR,
-    LAYER_TENSORS,
     ModelDescription,
     TensorView,
     layer_tensor,
+    layer_tensors,
 )
 from shared.kernel.chunks import (
     CHUNK_ALIGN,
@@ -108,7 +108,7 @@ def pack_shards(
         options,
     )
     for index in range(config.num_hidden_layers):
-        views = {name: tensors[layer_tensor(index, name)] for name in LAYER_TENSORS}
+        views = {name: tensors[layer_tensor(index, name)] for name in layer_tensors(config)}
         yield _tensor_shard(f"layer.{index}", ShardKind.LAYER, index, views, options)
     names = (FINAL_NORM_TENSOR, HEAD_TENSOR)
     views = {name: tensors[name] for name in names if name in tensors}
@@ -131,22 +131,8 @@ def build_manifest(
     )
 
 
-def rope_tables(
-    config: ModelConfig,
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin, float32 (positions, head_dim/2): made in binary64, then rounded.
-
-    Angle of pair i at position p: p * rope_theta ** (-2i / head_dim) (RoFormer, 3.2.2).
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    inverse = np.float64(config.rope_theta) ** -exponents
-    positions = np.arange(config.max_position_embeddings, dtype=np.float64)
-    angles = np.outer(positions, inverse)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
 def _rope_shard(config: ModelConfig) -> PackedShard:
-    tables = dict(zip(("cos", "sin"), rope_tables(config), strict=True))
+    tables = config.rope_tables()
     entries: list[TensorEntry] = []
     end = 0
     for name, table in tables.items():

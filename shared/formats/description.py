@@ -18,7 +18,7 @@ from shared.model.config import ModelConfig
 from shared.quant.blocks import Int4Blocks as Int4Blocks
 from shared.quant.blocks import Int8Blocks as Int8Blocks
 from shared.quant.blocks import TensorNumbers
-from shared.text.vocabulary import Vocabulary
+from shared.text.vocabulary import AnyVocabulary
 
 GROUP_SIZE = 32
 
@@ -37,6 +37,9 @@ LAYER_TENSORS = (
     "up_proj",
     "down_proj",
 )
+QKV_BIASES = ("q_bias", "k_bias", "v_bias")
+QK_NORMS = ("q_norm", "k_norm")
+POST_NORMS = ("attention_out_norm", "mlp_out_norm")
 
 
 def _nothing_to_release(start: int, stop: int) -> None:
@@ -116,19 +119,34 @@ class ModelDescription:
     """A model file as cellpipe sees it.
 
     `tensors` are keyed `embed_tokens`, `norm`, `lm_head` (unless tied) and `layer.<i>.<name>` with
-    the names of `LAYER_TENSORS`. `source` is the file's name without its folder.
+    the names of `layer_tensors`. `source` is the file's name without its folder.
     """
 
     source: str
     config: ModelConfig
     tensors: Mapping[str, TensorView]
-    vocabulary: Vocabulary
+    vocabulary: AnyVocabulary
     chat_template: str | None
 
 
 def layer_tensor(layer: int, name: str) -> str:
     """Key of a layer's tensor in `ModelDescription.tensors`."""
     return f"layer.{layer}.{name}"
+
+
+def layer_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the tensors of a layer of this config: those of a llama, then its options'."""
+    return (
+        *LAYER_TENSORS,
+        *(QKV_BIASES if config.qkv_bias else ()),
+        *(QK_NORMS if config.qk_norm else ()),
+        *(POST_NORMS if config.post_norms else ()),
+    )
+
+
+def is_vector(name: str) -> bool:
+    """Whether a tensor of ours is a vector: norms and biases, which stay binary32."""
+    return name.endswith(("norm", "bias"))
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -144,10 +162,17 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
         "down_proj": (hidden, inner),
+        "q_bias": (1, config.q_dim),
+        "k_bias": (1, config.kv_dim),
+        "v_bias": (1, config.kv_dim),
+        "q_norm": (1, config.head_dim),
+        "k_norm": (1, config.head_dim),
+        "attention_out_norm": (1, hidden),
+        "mlp_out_norm": (1, hidden),
     }
     shapes = {EMBEDDING_TENSOR: (config.vocab_size, hidden)}
     for index in range(config.num_hidden_layers):
-        shapes |= {layer_tensor(index, name): layer[name] for name in LAYER_TENSORS}
+        shapes |= {layer_tensor(index, name): layer[name] for name in layer_tensors(config)}
     shapes[FINAL_NORM_TENSOR] = (1, hidden)
     if not config.tie_word_embeddings:
         shapes[HEAD_TENSOR] = (config.vocab_size, hidden)
