@@ -194,8 +194,28 @@ class _Cursor:
         length = self.count(f"length of {key!r:.80}", self._items_left, least_bytes=size)
         self._items_left -= length
         if code is None:
-            return [self.string(key) for _ in range(length)]
+            return self._strings(key, length)
         return list(struct.unpack(f"<{length}{code}", self.take(length * size, key)))
+
+    def _strings(self, key: str, length: int) -> list[str]:
+        """As `string`, many times, in a third of the time: vocabularies have 10**5 of them."""
+        buffer, at, limit = self._buffer, self.position, min(len(self._buffer), MAX_HEADER_BYTES)
+        found: list[str] = []
+        for _ in range(length):
+            start = at + 8
+            num_bytes = int.from_bytes(buffer[at:start], "little")
+            end = start + num_bytes
+            if num_bytes > MAX_STRING_BYTES or end > limit:
+                break
+            try:
+                found.append(buffer[start:end].decode())
+            except UnicodeDecodeError:
+                break
+            at = end
+        self.position = at
+        while len(found) < length:  # what stopped it is told by the slow way
+            found.append(self.string(key))
+        return found
 
     def _scalar_or_string(self, kind: GGUFValueType, key: str) -> Any:
         code = _SCALARS.get(kind)
