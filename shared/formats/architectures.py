@@ -16,8 +16,8 @@ from shared.formats.keys import Keys
 
 Options = dict[str, Any]  # fields of ModelConfig
 
-# Our tensor -> where it lies in a layer of a Hugging Face folder, and in one of a GGUF file. Several
-# of ours in one place lie there one below the other, in this order.
+# Our tensor -> where it lies in a layer of a Hugging Face folder, and in one of a GGUF file.
+# Several of ours in one place lie there one below the other, in this order.
 LAYER_TENSORS_HF = {
     "input_layernorm": "input_layernorm.weight",
     "q_proj": "self_attn.q_proj.weight",
@@ -225,7 +225,7 @@ def _gemma3_gguf(keys: Keys, num_layers: int) -> Options:
 def _inverse_root(keys: Keys, scalar: float) -> float:
     if not scalar > 0:
         raise keys.bad(f"attention cannot be scaled by the root of {scalar!r}")
-    return scalar**-0.5
+    return float(scalar**-0.5)
 
 
 _GEMMA_HF_TENSORS = {

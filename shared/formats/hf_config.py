@@ -1,6 +1,6 @@
 """Hugging Face's config.json as a `ModelConfig`. Knows no tensor and no file.
 
-Keys: https://huggingface.co/docs/transformers/main/en/main_classes/configuration. The keys of before
+Keys: https://huggingface.co/docs/transformers/main/en/main_classes/configuration. Those of before
 version 5 (`rope_theta`, `rope_scaling`) and those since (`rope_parameters`) are read alike.
 """
 

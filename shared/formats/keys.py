@@ -46,7 +46,7 @@ class Keys:
         return value
 
     def items(self, key: str, kind: type[T]) -> list[T] | None:
-        """The list under a key, None when it is missing; raises `ModelError` unless all of `kind`."""
+        """The list under a key, None when it is missing; `ModelError` unless all are of `kind`."""
         value = self.values.get(self.prefix + key)
         if value is None:
             return None

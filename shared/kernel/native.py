@@ -91,7 +91,10 @@ class NativeGroup:
                 if (vector := getattr(layer, name)) is not None:
                     setattr(c_layer, name, _floats(vector))
             if layer.rope is not None:
-                c_layer.rope_cos, c_layer.rope_sin = _floats(layer.rope.cos), _floats(layer.rope.sin)
+                c_layer.rope_cos, c_layer.rope_sin = (
+                    _floats(layer.rope.cos),
+                    _floats(layer.rope.sin),
+                )
             c_layer.window = layer.window
         self._group = self._make_group()
         self._embedding = _matrix_or_none(weights.embedding)

@@ -1,7 +1,7 @@
 """The forward pass of a dense decoder with unquantised binary32 weights, in the order of the paper.
 
-What a model would say were nothing rounded but binary32 itself: the reference that quantised models
-are measured against, and the bridge to other implementations. Its bits depend on NumPy's BLAS, so it
+What a model would say if its weights and activations were not quantised: what quantised models are
+measured against, and the bridge to other implementations. Its bits depend on NumPy's BLAS, so it
 serves nobody tokens. Knows no file format, page or chunk: weights come by their name.
 
 T new tokens, S cached + new, D hidden_size, H heads, K kv heads, hd head_dim, V vocab_size.
@@ -143,7 +143,9 @@ class FloatModel:
         q, k = self._rotate(index, q, start), self._rotate(index, k, start)
         keys, values = cache.append(index, k, v)  # (S, K, hd)
         repeat = config.num_attention_heads // config.num_key_value_heads
-        q = q.reshape(num_rows, -1, repeat, config.head_dim).transpose(1, 2, 0, 3)  # (K, H/K, T, hd)
+        q = q.reshape(num_rows, -1, repeat, config.head_dim).transpose(
+            1, 2, 0, 3
+        )  # (K, H/K, T, hd)
         scores = q @ keys.transpose(1, 2, 0)[:, None]  # (K, H/K, T, S)
         scores = _softcap(scores * np.float32(config.score_scale), config.attention_softcap)
         own = start + np.arange(num_rows)[:, None]

@@ -53,7 +53,9 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
-            raise ModelError(f"rope scaling {self.kind!r:.40} is not one of {', '.join(ROPE_KINDS)}")
+            raise ModelError(
+                f"rope scaling {self.kind!r:.40} is not one of {', '.join(ROPE_KINDS)}"
+            )
         for name in ("factor", "attention_factor", "low_freq_factor", "beta_fast", "beta_slow"):
             _require_positive(f"rope scaling: {name}", getattr(self, name))
         if self.kind in ("llama3", "yarn", "longrope"):
@@ -106,7 +108,7 @@ class RopeScaling:
         """The frequencies (n,) of the pairs, from those of the base."""
         match self.kind:
             case "linear":
-                return inverse / self.factor
+                return np.asarray(inverse / self.factor)
             case "llama3":
                 return self._by_wavelength(inverse)
             case "yarn":
@@ -114,9 +116,9 @@ class RopeScaling:
             case "longrope":
                 is_long = num_positions > self.original_max_position_embeddings
                 factors = self.long_factors if is_long else self.short_factors
-                return inverse / np.array(factors or self.short_factors)
+                return np.asarray(inverse / np.array(factors or self.short_factors))
             case "factors":
-                return inverse / np.array(self.short_factors)
+                return np.asarray(inverse / np.array(self.short_factors))
 
     def _by_wavelength(self, inverse: Float64) -> Float64:
         wavelengths = self.original_max_position_embeddings * inverse / (2 * math.pi)  # turns
@@ -164,8 +166,8 @@ def rope_tables(
     rope_dim: int | None = None,
     scaling: RopeScaling | None = None,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin, float32 (P, hd/2): made in binary64, then rounded. With `rows` of these positions
-    alone, of tables that have `num_positions`.
+    """cos and sin, float32 (P, hd/2): made in binary64, then rounded. With `rows`, those rows alone
+    of tables that have `num_positions`.
 
     Angle of pair i at position p: p * theta ** (-2i / rope_dim) (RoFormer, 3.2.2). With a
     `rope_dim` below head_dim only the first rope_dim/2 pairs turn; the others have cos 1, sin 0.

@@ -1,5 +1,5 @@
-"""The same models of transformers as GGUF files: names, permutations and keys are those of the `gguf`
-package and of llama.cpp's converter; the logits are transformers' own."""
+"""The same models of transformers as GGUF files: names, permutations and keys are those of the
+`gguf` package and of llama.cpp's converter; the logits are transformers' own."""
 
 from __future__ import annotations
 
