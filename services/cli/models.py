@@ -42,7 +42,7 @@ def pull(model: ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> None:
 
     config = load_config()
     with StageBar() as bar:
-        path = resolve_model(model, config.cache_dir, progress=bar.show)
+        path = resolve_model(model, config.cache_dir, progress=bar.show, refresh=True)
     typer.echo(json.dumps({"model": model, "path": str(path)}) if as_json else str(path))
 
 

@@ -15,21 +15,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from services.loader.packer import PackOptions, build_manifest, pack_shards, short_name
-from services.loader.pull import (
-    StageProgress,
-    files_sha256,
-    is_path,
-    no_progress,
-    only_one,
-    resolve_model,
-)
+from services.loader.files import StageProgress, files_sha256, no_progress, only_one
+from services.loader.packer import PackOptions, build_manifest, pack_shards
+from services.loader.pull import is_path, resolve_model
 from services.loader.tensors import RepackingError
 from shared.errors import ModelError, ShardError
 from shared.formats.folder import folder_name
 from shared.formats.model import model_files, read_model
 from shared.manifest import MAX_SEGMENT_BYTES, Manifest, ShardEntry
-from shared.model_names import is_called
+from shared.model_names import is_called, short_name
 
 # Part of a packing's key: raise it whenever the same file would give other bytes than before.
 PACKING_VERSION = 2
