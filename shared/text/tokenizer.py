@@ -17,7 +17,13 @@ from tokenizers import Tokenizer as HfTokenizer
 from shared.errors import ModelError, RequestError
 from shared.text.guard import ControlName, Guard
 from shared.text.token_bytes import Spelling, token_table
-from shared.text.tokenizer_json import checked_document, continued, spelling_of, strips_first_space
+from shared.text.tokenizer_json import (
+    checked_document,
+    continued,
+    spelling_of,
+    strips_first_space,
+    without_control,
+)
 from shared.text.vocabulary import AnyVocabulary, TokenizerFile, Vocabulary
 from shared.text.vocabulary_json import DAMAGED_REMEDY, vocabulary_json
 
@@ -168,19 +174,11 @@ class Tokenizer:
         return self.token_bytes(token_id, skip_special=False).decode("utf-8", errors="replace")
 
     def _plain_ids(self, text: str, continues: bool) -> list[int]:
-        found = _encoded(self._plain(continues), text)
-        ids: list[int] = found.ids
-        if self._control_ids.isdisjoint(ids):
-            return list(ids)
-        # The model itself knows the name, as Unigram models do: it is cut in two.
-        at = next(i for i, token_id in enumerate(ids) if token_id in self._control_ids)
-        start, end = found.offsets[at]
-        if end - start < 2:  # a control token of one character: what it is called is not text
-            return [i for i in ids if i not in self._control_ids]
-        return [
-            *self._plain_ids(text[: start + 1], continues),
-            *self._plain_ids(text[start + 1 :], True),
-        ]
+        ids = list(_encoded(self._plain(continues), text).ids)
+        if not self._control_ids.isdisjoint(ids):  # never yet: `without_control` is to see to it
+            name = self.token_text(next(i for i in ids if i in self._control_ids))
+            raise RequestError(f"the text cannot be told from the control token {name!r:.60}")
+        return ids
 
     def _whole(self, continues: bool) -> HfTokenizer:
         return (self._continued if continues else None) or self._tokenizer
@@ -192,7 +190,7 @@ class Tokenizer:
 
     @cached_property
     def _plain_tokenizer(self) -> HfTokenizer:
-        return _load(self._parts, special_as_text=True)
+        return _load(without_control(self._parts), special_as_text=True)
 
     @cached_property
     def _continued(self) -> HfTokenizer | None:
@@ -202,7 +200,7 @@ class Tokenizer:
     @cached_property
     def _plain_continued(self) -> HfTokenizer | None:
         parts = continued(self._parts)
-        return None if parts is None else _load(parts, special_as_text=True)
+        return None if parts is None else _load(without_control(parts), special_as_text=True)
 
     def _check(self, vocab_size: int) -> None:
         """Refuse what the library numbers in another way than the document."""

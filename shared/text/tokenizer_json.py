@@ -91,6 +91,35 @@ def continued(document: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**document, "pre_tokenizer": {"type": "Sequence", "pretokenizers": never}}
 
 
+def without_control(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with a model that does not know the control tokens of its vocabulary.
+
+    Their names become what no text is, for a space is always written in another way; the others
+    keep their ids.
+    """
+    model, added = document["model"], document["added_tokens"]
+    vocab = model["vocab"]
+    known = vocab if isinstance(vocab, Mapping) else {piece[0] for piece in vocab}
+    names = {t["content"] for t in added if t["special"] and t["content"] in known}
+    if isinstance(vocab, Mapping):
+        renamed = {f" {i}" if token in names else token: i for token, i in vocab.items()}
+        merges = [m for m in model["merges"] if names.isdisjoint(_tokens_of(m))]
+        model = {**model, "vocab": renamed, "merges": merges}
+    else:
+        pieces = [(f" {i}" if p[0] in names else p[0], p[1]) for i, p in enumerate(vocab)]
+        model = {**model, "vocab": pieces}
+    if model.get("unk_token") in names:
+        model["unk_token"] = f" {vocab[model['unk_token']]}"
+    others = [token for token in added if token["content"] not in names]
+    return {**document, "model": model, "added_tokens": others}
+
+
+def _tokens_of(merge: Any) -> tuple[str, str, str]:
+    # Older files have them as one text.
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left, right, left + right
+
+
 def _is_first_only(rule: Mapping[str, Any]) -> bool:
     return rule["type"] == "Metaspace" and _prepend_scheme(rule) == "first"
 
