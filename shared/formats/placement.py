@@ -184,8 +184,8 @@ def places(
 def rotated_rows(config: ModelConfig) -> dict[str, RowOrder]:
     """The order of the rows of q and k, and of what goes with them, where a part of a head rotates.
 
-    A file pairs i with i + rope_dim/2; the kernel pairs i with i + hd/2, and the pairs that turn come
-    first. Scores do not change when q and k are ordered alike.
+    A file pairs i with i + rope_dim/2; the kernel pairs i with i + hd/2, those that turn first.
+    Scores do not change when q and k are ordered alike.
     """
     if config.rope_dim in (None, config.head_dim) or config.rope_pairing != "half":
         return {}
