@@ -40,7 +40,7 @@ def checked_document(document: Mapping[str, Any], vocab_size: int) -> dict[str, 
             for rule in _rules(document.get(part), part):
                 _check_rule(rule, part, known)
         spelling_of(document)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _bad(f"it is malformed: {type(error).__name__} {error!s:.100}") from error
     return {
         "version": "1.0",
@@ -204,7 +204,8 @@ def _flattened(rule: Any, depth: int) -> Iterator[Mapping[str, Any]]:
         return
     if depth > MAX_RULES:
         raise _bad("its rules are nested too deep")
-    for part in next(rule[name] for name in _PARTS if name in rule):
+    parts = [part for name in _PARTS for part in rule.get(name, ())]
+    for part in parts[: MAX_RULES + 1]:
         yield from _flattened(part, depth + 1)
 
 
