@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,11 @@ REFUSED: dict[str, tuple[Callable[[Document], Any], str]] = {
     ),
     "many rules": (
         rule("normalizer", type="Sequence", normalizers=[{"type": "NFC"}] * 100),
-        "100 rules",
+        "normalizer has more than 64 rules",
+    ),
+    "damaged charsmap": (
+        rule("normalizer", type="Precompiled", precompiled_charsmap="AAAA"),
+        "precompiled_charsmap that is damaged",
     ),
     "exponential": (split("(a+)+b"), "a repeat is within a repeat"),
     "back reference": (split(r"(a)\1"), r"\\1 is not supported"),
@@ -229,6 +234,37 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_by_name(tmp_path: Path, name
 
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) < 400
+
+
+ODD: list[Any] = [None, True, -1, 2**40, 0.5, "", "a", "\ud800", [], {}, [[]], {"type": "Sequence"}]
+
+
+def places(value: Any, rng: random.Random) -> list[tuple[Any, Any]]:
+    """Some of the places in a document: (map or list, key)."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    found = [(value, key) for key in (rng.sample(keys, 3) if len(keys) > 40 else keys)]
+    for holder, key in list(found):
+        if isinstance(holder[key], dict | list):
+            found += places(holder[key], rng)
+    return found
+
+
+def test_a_document_with_anything_in_any_place_is_refused_or_works(tmp_path: Path) -> None:
+    rng, outcomes = random.Random(5), set()
+    for _ in range(150):
+        found = document()
+        holder, key = rng.choice(places(found, rng))
+        holder[key] = rng.choice(ODD)
+        folder_of(tmp_path, tokenizer__json=found)
+        try:
+            tokenizer = load(tmp_path)
+        except ModelError:
+            outcomes.add("refused")
+            continue
+        ids = tokenizer.encode("hello 12 é漢 </s>", parse_special=False)
+        assert tokenizer.special_token_ids.isdisjoint(set(ids) - {0})
+        outcomes.add("works")
+    assert outcomes == {"refused", "works"}
 
 
 CONFIG = "tokenizer_config__json"
