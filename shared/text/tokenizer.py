@@ -135,13 +135,10 @@ class Tokenizer:
         other tokens of the same prompt stand before. Raises `RequestError` for text that is not
         valid Unicode (lone surrogates).
         """
-        try:
-            if parse_special:
-                ids = list(_encoded(self._whole(continues), text).ids)
-            else:
-                ids = self._plain_ids(text, continues)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError("the text holds a lone surrogate and is no valid Unicode") from error
+        if parse_special:
+            ids = list(_encoded(self._whole(continues), text).ids)
+        else:
+            ids = self._plain_ids(text, continues)
         if add_bos and self.add_bos and self.bos_token_id is not None:
             ids = ids if ids[:1] == [self.bos_token_id] else [self.bos_token_id, *ids]
         return ids
@@ -223,12 +220,12 @@ class Tokenizer:
 def _load(parts: dict[str, Any], *, special_as_text: bool = False) -> HfTokenizer:
     try:
         tokenizer = HfTokenizer.from_str(json.dumps(parts))
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         raise ModelError(
             f"the tokenizer cannot be read: {error!s:.200}", remedy=DAMAGED_REMEDY
         ) from error
-    except BaseException as error:
-        raise _unless_panic(error) from error
     tokenizer.encode_special_tokens = special_as_text
     return tokenizer
 
@@ -236,17 +233,17 @@ def _load(parts: dict[str, Any], *, special_as_text: bool = False) -> HfTokenize
 def _encoded(tokenizer: HfTokenizer, text: str) -> Encoding:
     try:
         return tokenizer.encode(text, add_special_tokens=False)
-    except Exception:
-        raise
+    except (UnicodeEncodeError, TypeError) as error:
+        raise RequestError("the text holds a lone surrogate and is no valid Unicode") from error
     except BaseException as error:
-        raise _unless_panic(error) from error
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        raise RequestError(f"the model's tokenizer fails at the text: {error!s:.100}") from error
 
 
-def _unless_panic(error: BaseException) -> BaseException:
-    """What to raise: the library's panics are no `Exception`, and end no process here."""
-    if type(error).__name__ != "PanicException":
-        return error
-    return ModelError(f"the tokenizer fails: {error!s:.200}", remedy=DAMAGED_REMEDY)
+def _is_panic(error: BaseException) -> bool:
+    """The library's panics are no `Exception`: they would end a process that a text is sent to."""
+    return type(error).__name__ == "PanicException"
 
 
 def _unknown_ids(model: dict[str, Any]) -> frozenset[int]:
