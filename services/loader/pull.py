@@ -46,6 +46,7 @@ def is_path(name_or_path: str) -> bool:
     path = Path(name_or_path).expanduser()
     if path.suffix.lower() == ".gguf" or path.is_file() or "/" in name_or_path:
         return True
+    # A folder that merely is called as a model of the catalog is not meant.
     return (path / "config.json").is_file()
 
 
