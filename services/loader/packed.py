@@ -142,7 +142,7 @@ def _pack_into(folder: Path, model: Path, options: PackOptions, progress: StageP
     description = read_model(model)
     files = model_files(model)
     source_sha256 = files_sha256(files)
-    # Shards are about as large as what they are made of; the bar ends with the last one.
+    # Shards are at most about as large as what they are made of; the bar ends with the last one.
     total = sum(path.stat().st_size for path in files)
     entries: list[ShardEntry] = []
     errors: list[RepackingError] = []
@@ -154,6 +154,8 @@ def _pack_into(folder: Path, model: Path, options: PackOptions, progress: StageP
         errors += shard.errors
         done += shard.entry.num_bytes
         progress("pack", min(done, total), total)
+    if done < total:
+        progress("pack", total, total)
     manifest = build_manifest(
         description, options, entries, source_sha256=source_sha256, errors=errors
     )

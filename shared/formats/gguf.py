@@ -6,6 +6,7 @@ experts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from shared.formats.description import ModelDescription
@@ -24,11 +25,19 @@ def read_gguf(path: Path) -> ModelDescription:
     file = open_gguf(path)
     config = read_gguf_config(file)
     tensors = {name: t for name, t in file.tensors.items() if name not in ROPE_TENSORS}
+    vocabulary = read_gguf_vocabulary(file, config.vocab_size)
+    # A file may leave out what its kind of tokenizer has anyway.
+    ends = (*config.eos_token_ids, vocabulary.eos_token_id)
+    config = replace(
+        config,
+        bos_token_id=vocabulary.bos_token_id,
+        eos_token_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
+    )
     return ModelDescription(
         source=path.name,
         config=config,
         tensors=place_tensors(path.name, gguf_architecture(file), config, "gguf", tensors),
-        vocabulary=read_gguf_vocabulary(file, config.vocab_size),
+        vocabulary=vocabulary,
         chat_template=Keys(path.name, WORD, file.metadata, "tokenizer.").optional(
             "chat_template", str
         ),

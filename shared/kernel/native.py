@@ -1,7 +1,8 @@
 """Calls the C kernel: builds its structs, gives it memory, turns its codes into errors.
 
 One call runs a whole layer group for a whole batch, with the GIL released. Importing this module
-raises ImportError when the kernel was not built (python -m shared.kernel.build).
+raises ImportError when the kernel was not built (python -m shared.kernel.build). Longer than other
+modules: every function of C that Python calls is called here.
 """
 
 from __future__ import annotations

@@ -91,6 +91,10 @@ class ModelConfig:
             )
         if self.rope_pairing not in ("interleaved", "half"):
             raise ModelError(f"rope_pairing must be interleaved or half, got {self.rope_pairing!r}")
+        for name in ("rope_theta", "local_rope_theta"):
+            theta = getattr(self, name)
+            if theta is not None and not 1 < theta < 1e18:
+                raise ModelError(f"{name} must be over 1 and below 1e18, got {theta!r}")
         if self.activation not in ("silu", "gelu_tanh"):
             raise ModelError(f"activation must be silu or gelu_tanh, got {self.activation!r:.40}")
         for name in ("sliding_layers", "rope_free_layers"):

@@ -1,7 +1,7 @@
 """The forward pass of a dense decoder with unquantised binary32 weights, in the order of the paper.
 
-What a model would say were nothing rounded but binary32 itself: the reference that quantised models
-are measured against, and the bridge to other implementations. Its bits depend on NumPy's BLAS, so it
+What a model would say if its weights and activations were not quantised: what quantised models are
+measured against, and the bridge to other implementations. Its bits depend on NumPy's BLAS, so it
 serves nobody tokens. Knows no file format, page or chunk: weights come by their name.
 
 T new tokens, S cached + new, D hidden_size, H heads, K kv heads, hd head_dim, V vocab_size.
