@@ -1,7 +1,8 @@
 """GGUF's blocks whose groups of 32 are groups of the kernel's too: taken apart, never dequantised.
 
 Each function gives rows start..stop of a stored tensor, and raises `ModelError` for a scale or
-minimum that is not finite or that fp16 cannot hold. Knows no container.
+minimum that is not finite or that fp16 cannot hold. What needs no change is a read-only view of the
+file: a copy would take as long as packing it. Knows no container.
 
 R rows, C cols, G = C / 32 groups. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
@@ -37,22 +38,20 @@ def read_q4_0(tensor: StoredTensor, start: int, stop: int) -> Int4Blocks:
     blocks = _blocks(tensor, start, stop, 18)
     scale = _halves(tensor, blocks, 0)
     low = _to_half(tensor, scale.astype(np.float32) * np.float32(-8))
-    return Int4Blocks(scale, low, np.ascontiguousarray(blocks[:, :, 2:]))
+    return Int4Blocks(scale, low, blocks[:, :, 2:])
 
 
 def read_q4_1(tensor: StoredTensor, start: int, stop: int) -> Int4Blocks:
     """w = d * q + m."""
     blocks = _blocks(tensor, start, stop, 20)
     scale, low = _halves(tensor, blocks, 0), _halves(tensor, blocks, 2)
-    return Int4Blocks(scale, low, np.ascontiguousarray(blocks[:, :, 4:]))
+    return Int4Blocks(scale, low, blocks[:, :, 4:])
 
 
 def read_q8_0(tensor: StoredTensor, start: int, stop: int) -> Int8Blocks:
     """w = d * q."""
     blocks = _blocks(tensor, start, stop, 34)
-    return Int8Blocks(
-        _halves(tensor, blocks, 0), np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8)
-    )
+    return Int8Blocks(_halves(tensor, blocks, 0), blocks[:, :, 2:].view(np.int8))
 
 
 def read_q5_0(tensor: StoredTensor, start: int, stop: int) -> Int8Blocks:
