@@ -15,7 +15,9 @@ from services.loader.hub_names import parse_hub_name
 from shared.manifest import Repacking, TensorKind
 from tests.fake_hub import hub_in_memory
 from tests.gguf_files import TinyModel, random_blocks, write_gguf
+from tests.hf_folders import hf_config, hf_weights, write_folder
 from tests.processes import cellpipe
+from tests.safetensors_files import write_sharded
 
 SHAPE = TinyModel(hidden=256, inner=256, layers=2, heads=4, kv_heads=4)
 
@@ -107,3 +109,67 @@ def test_a_pulled_file_is_a_model_by_each_of_its_names(mixed: Path, commands: Co
     assert any(m["name"] == "smollm2-135m" for m in listed)
     assert "not here yet: cellpipe pull" in commands.said("models")
     assert "the file of that name makes" in commands.run("inspect", "mixed.q4_k_m@0123").stderr
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_a_folder_of_the_hub_is_pulled_packed_and_asked(
+    tmp_path: Path, commands: Commands, num_shards: int
+) -> None:
+    folder = write_folder(tmp_path / "source")
+    if num_shards > 1:
+        weights = list(hf_weights(hf_config()).items())
+        (folder / "model.safetensors").unlink()
+        write_sharded(
+            folder,
+            [{n: (w, "F16") for n, w in weights[i::num_shards]} for i in range(num_shards)],
+        )
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub = hub_in_memory({"org/Tiny-Chat": files | {"pytorch_model.bin": b"\x80\x02."}}, {})
+    pulled = pull_from_hub(parse_hub_name("hf:org/Tiny-Chat"), commands.cache, hub=hub)
+
+    dry = json.loads(commands.said("load", "hf:org/Tiny-Chat", "--dry-run", "--json"))
+    name, _, _ = dry["model_id"].partition("@")
+    answers = {
+        commands.said("run", "-m", asked, "-t", "0", "-n", "4", "--raw", "hello")
+        for asked in ("hf:org/Tiny-Chat", str(pulled), name)
+    }
+
+    assert name == "tiny-chat"
+    assert {line["source_type"] for line in dry["repacked"]} == {
+        "BF16" if num_shards == 1 else "F16"
+    }
+    assert max(line["relative_rms"] for line in dry["repacked"]) < 0.01
+    assert len(answers) == 1
+
+
+DAMAGE: dict[str, tuple[str, bytes | None, str]] = {
+    "zip": ("model.safetensors", b"PK\x03\x04" + bytes(100), "zip archive, as torch.save writes"),
+    "pickle": ("model.safetensors", b"\x80\x02}q\x00." + bytes(100), "pickle, which can run code"),
+    "absurd header": ("model.safetensors", b"\xff" * 100, "its header would have"),
+    "traversal": (
+        "model.safetensors.index.json",
+        b'{"weight_map": {"w": "../../x.safetensors"}}',
+        "no file of its own",
+    ),
+    "no weights": ("model.safetensors", None, "has no safetensors file"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_folder_is_refused_in_one_line_and_nothing_is_written(
+    tmp_path: Path, commands: Commands, case: str
+) -> None:
+    file, content, named = DAMAGE[case]
+    folder = write_folder(tmp_path / "damaged")
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(content)
+
+    result = commands.run("load", str(folder), "--dry-run")
+
+    first, *rest = result.stderr.strip().splitlines()
+    assert result.returncode == 1
+    assert named in first
+    assert len(rest) == 1  # the remedy
+    assert not list(commands.cache.rglob("*.shard"))
