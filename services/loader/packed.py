@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.loader.files import StageProgress, files_sha256, no_progress, only_one
-from services.loader.packer import PackOptions, build_manifest, pack_shards
+from services.loader.packer import PackOptions, ShardRoom, build_manifest, pack_shards
 from services.loader.pull import is_path, resolve_model
 from services.loader.tensors import RepackingError
 from shared.errors import ModelError, ShardError
@@ -148,7 +148,7 @@ def _pack_into(folder: Path, model: Path, options: PackOptions, progress: StageP
     errors: list[RepackingError] = []
     done = 0
     progress("pack", done, total)
-    for shard in pack_shards(description, options):
+    for shard in pack_shards(description, options, room=ShardRoom()):
         (folder / f"{shard.entry.name}.shard").write_bytes(shard.data.data)
         entries.append(shard.entry)
         errors += shard.errors

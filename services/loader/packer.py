@@ -78,6 +78,21 @@ class PackedShard:
     errors: tuple[RepackingError, ...] = ()
 
 
+class ShardRoom:
+    """Memory for one shard at a time: to be given fresh pages for each takes as long as packing."""
+
+    def __init__(self) -> None:
+        self._room = aligned_zeros(0)
+
+    def zeros(self, num_bytes: int) -> Bytes:
+        """Zeroed bytes, aligned to 64, in place of those that were given before."""
+        if len(self._room) < num_bytes:
+            self._room = aligned_zeros(num_bytes)
+        else:
+            self._room[:num_bytes] = 0
+        return self._room[:num_bytes]
+
+
 def packed_config(config: ModelConfig, options: PackOptions) -> ModelConfig:
     """The config as the manifest carries it: with as many positions as the rope shard has."""
     positions = min(config.max_position_embeddings, options.max_context)
@@ -85,12 +100,16 @@ def packed_config(config: ModelConfig, options: PackOptions) -> ModelConfig:
 
 
 def pack_shards(
-    description: ModelDescription, options: PackOptions | None = None
+    description: ModelDescription,
+    options: PackOptions | None = None,
+    *,
+    room: ShardRoom | None = None,
 ) -> Iterator[PackedShard]:
     """Every shard of a model, in the order of the forward pass, one in memory at a time.
 
-    Raises `ModelError` for numbers that are not finite or a tokenizer that is not supported, and
-    `ConfigError` for a local store that is too small for 16 rows.
+    With `room` they lie there, each until the next is asked for. Raises `ModelError` for numbers
+    that are not finite or a tokenizer that is not supported, and `ConfigError` for a local store
+    that is too small.
     """
     options = options or PackOptions()
     config = packed_config(description.config, options)
@@ -106,13 +125,14 @@ def pack_shards(
         0,
         {EMBEDDING_TENSOR: tensors[EMBEDDING_TENSOR]},
         options,
+        room,
     )
     for index in range(config.num_hidden_layers):
         views = {name: tensors[layer_tensor(index, name)] for name in layer_tensors(config)}
-        yield _tensor_shard(f"layer.{index}", ShardKind.LAYER, index, views, options)
+        yield _tensor_shard(f"layer.{index}", ShardKind.LAYER, index, views, options, room)
     names = (FINAL_NORM_TENSOR, HEAD_TENSOR)
     views = {name: tensors[name] for name in names if name in tensors}
-    yield _tensor_shard("head", ShardKind.HEAD, 0, views, options)
+    yield _tensor_shard("head", ShardKind.HEAD, 0, views, options, room)
 
 
 def build_manifest(
@@ -148,7 +168,12 @@ def _rope_shard(config: ModelConfig) -> PackedShard:
 
 
 def _tensor_shard(
-    name: str, kind: ShardKind, index: int, views: dict[str, TensorView], options: PackOptions
+    name: str,
+    kind: ShardKind,
+    index: int,
+    views: dict[str, TensorView],
+    options: PackOptions,
+    room: ShardRoom | None,
 ) -> PackedShard:
     entries: list[TensorEntry] = []
     end = 0
@@ -156,7 +181,8 @@ def _tensor_shard(
         entry = tensor_entry(short, view, align_up(end, CHUNK_ALIGN), options)
         entries.append(entry)
         end = entry.offset + entry.num_bytes
-    data = aligned_zeros(align_up(end, CHUNK_ALIGN))
+    num_bytes = align_up(end, CHUNK_ALIGN)
+    data = room.zeros(num_bytes) if room else aligned_zeros(num_bytes)
     errors: list[RepackingError] = []
     for entry in entries:
         place = data[entry.offset : entry.offset + entry.num_bytes]
