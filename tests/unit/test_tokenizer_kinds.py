@@ -86,6 +86,16 @@ def test_a_conversation_has_the_ids_of_the_rendered_text(kind: Kind) -> None:
         assert list(found) == tokenizer.encode(rendered, parse_special=True)
 
 
+def test_what_stands_before_a_name_keeps_its_ids(kind: Kind) -> None:
+    tokenizer = kind.tokenizer()
+
+    for text in texts(number=500):
+        turns = [{"role": "user", "content": content} for content in (text, "<s>")]
+        found = conversation_token_ids(turns, tokenizer, TEMPLATE, max_positions=1 << 20)
+        before = tokenizer.encode(TEMPLATE.render_turns(turns[:1]), parse_special=True)
+        assert list(found[: len(before)]) == before
+
+
 def test_whoever_writes_names_into_a_conversation_changes_no_other_token(kind: Kind) -> None:
     tokenizer = kind.tokenizer()
     turn, end = (tokenizer.encode(name, parse_special=True)[0] for name in ("<|turn|>", "</s>"))
