@@ -14,6 +14,7 @@ import services.cli.chat  # isort: skip
 import services.cli.queue  # isort: skip
 import services.cli.batch  # isort: skip
 import services.cli.models  # isort: skip
+import services.cli.quality  # isort: skip
 import services.cli.cluster  # isort: skip
 import services.cli.gateway  # isort: skip
 import services.cli.bench  # isort: skip
@@ -27,7 +28,7 @@ from shared.logs import redact
 PANELS = {  # of `cellpipe --help`
     "Ask": ("run", "chat", "enqueue", "result", "cancel", "batch"),
     "Serve programs": ("serve", "gateway", "key"),
-    "Models": ("pull", "inspect", "load"),
+    "Models": ("pull", "inspect", "load", "evaluate"),
     "Cluster": ("worker", "scheduler", "status", "workers", "drain", "dead"),
     "Measure and break": ("bench", "chaos"),
 }

@@ -64,6 +64,39 @@ class StageBar:
             self._progress.stop()
 
 
+class StepBar:
+    """One bar of steps done, on a terminal; elsewhere nothing."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._task: TaskID | None = None
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+        )
+
+    def show(self, done: int, total: int) -> None:
+        if self._task is None:
+            self._progress.start()
+            self._task = self._progress.add_task(self._what, total=total)
+        self._progress.update(self._task, completed=done, total=total)
+
+    def __enter__(self) -> StepBar:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+
 class BatchBar:
     """Requests done, tokens per second and the time left; without a terminal, a line at times."""
 
