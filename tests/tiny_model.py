@@ -24,7 +24,8 @@ from shared.manifest import (
     manifest_digest,
 )
 from shared.model.config import ModelConfig
-from shared.quant.pack import pack_int4, pack_int8, quantize_int4, quantize_int8
+from shared.quant.nearest import quantize_int4_symmetric, quantize_int8
+from shared.quant.pack import pack_blocks
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -138,9 +139,9 @@ class _Shard:
         weights = rng.draw(shape) * np.float32((3 / cols) ** 0.5)  # variance 1 / cols
         chunk_rows = choose_chunk_rows(kind, rows, cols, local_store_bytes=self._local_store_bytes)
         if kind is TensorKind.INT4:
-            packed = pack_int4(*quantize_int4(weights), chunk_rows)
+            packed = pack_blocks(quantize_int4_symmetric(weights), chunk_rows)
         else:
-            packed = pack_int8(*quantize_int8(weights), chunk_rows)
+            packed = pack_blocks(quantize_int8(weights), chunk_rows)
         self._add(name, kind, shape, packed.tobytes(), chunk_rows)
 
     def norm(self, name: str, rng: _Uniform, size: int) -> None:

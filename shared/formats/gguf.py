@@ -7,12 +7,8 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TypeVar
 
 from shared.errors import ModelError
 from shared.formats.description import (
@@ -20,22 +16,18 @@ from shared.formats.description import (
     FINAL_NORM_TENSOR,
     HEAD_TENSOR,
     LAYER_TENSORS,
-    Int4Blocks,
-    Int8Blocks,
     ModelDescription,
-    TensorNumbers,
     TensorView,
     layer_tensor,
     tensor_shapes,
+    tensor_view,
 )
-from shared.formats.gguf_file import GgufFile, GgufTensor, open_gguf
-from shared.manifest import TensorKind
+from shared.formats.gguf_file import GgufFile, open_gguf
+from shared.formats.stored_tensor import StoredTensor
 from shared.model.config import ModelConfig
 from shared.text.vocabulary import Vocabulary
 
 SUPPORTED_ARCHITECTURES = ("llama",)
-MATRIX_KINDS = {"Q4_0": TensorKind.INT4, "Q4_1": TensorKind.INT4, "Q8_0": TensorKind.INT8}
-OTHER_FILE = "give a file quantised as Q4_0, Q4_1 or Q8_0"
 
 _LAYER_SOURCES = {
     "input_layernorm": "attn_norm",
@@ -48,7 +40,6 @@ _LAYER_SOURCES = {
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
-_FP16_MAX = 65504.0
 T = TypeVar("T", int, float, str, bool)
 
 
@@ -149,63 +140,13 @@ def _views(file: GgufFile, config: ModelConfig) -> dict[str, TensorView]:
     }
 
 
-def _view(file: GgufFile, key: str, shape: tuple[int, int], tensor: GgufTensor) -> TensorView:
+def _view(file: GgufFile, key: str, shape: tuple[int, int], tensor: StoredTensor) -> TensorView:
     rows, cols = shape
     is_norm = rows == 1 and key.endswith("norm")
     wanted = (cols,) if is_norm else (rows, cols)
     if tensor.shape != wanted:
         raise _bad(file, f"tensor {tensor.name} has shape {tensor.shape}, not {wanted}")
-    kind = MATRIX_KINDS.get(tensor.type_name)
-    if is_norm:
-        kind = TensorKind.F32 if tensor.type_name == "F32" else None
-    if kind is None:
-        accepted = "F32" if is_norm else ", ".join(MATRIX_KINDS)
-        raise ModelError(
-            f"{file.path.name}: tensor {tensor.name} has type {tensor.type_name}; "
-            f"accepted here: {accepted}",
-            remedy=OTHER_FILE,
-        )
-    read = functools.partial(_read, file.path.name, tensor, rows, cols)
-    return TensorView(key, kind, rows, cols, tensor.name, tensor.type_name, read)
-
-
-def _read(source: str, tensor: GgufTensor, rows: int, cols: int) -> TensorNumbers:
-    """Split a tensor's blocks into arrays of their own; raises `ModelError` unless all finite."""
-    if tensor.type_name == "F32":
-        values = tensor.raw.view("<f4").astype(np.float32).reshape(rows, cols)
-        _check_finite(source, tensor, values)
-        return values
-    groups = cols // 32
-    blocks = tensor.raw.reshape(rows, groups, -1)
-    scale = _halves(blocks, 0)
-    _check_finite(source, tensor, scale)
-    if tensor.type_name == "Q8_0":
-        return Int8Blocks(scale, np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8))
-    if tensor.type_name == "Q4_1":
-        low, nibbles = _halves(blocks, 2), blocks[:, :, 4:]
-    else:
-        exact = scale.astype(np.float32) * np.float32(-8)
-        if bool((np.abs(exact) > _FP16_MAX).any()):
-            raise ModelError(
-                f"{source}: tensor {tensor.name} has a scale whose minimum overflows fp16",
-                remedy=OTHER_FILE,
-            )
-        low, nibbles = exact.astype(np.float16), blocks[:, :, 2:]
-    _check_finite(source, tensor, low)
-    return Int4Blocks(scale, low, np.ascontiguousarray(nibbles))
-
-
-def _halves(blocks: npt.NDArray[np.uint8], at: int) -> npt.NDArray[np.float16]:
-    raw = np.ascontiguousarray(blocks[:, :, at : at + 2])
-    return raw.view("<f2")[:, :, 0].astype(np.float16)
-
-
-def _check_finite(source: str, tensor: GgufTensor, values: npt.NDArray[np.floating[Any]]) -> None:
-    if not bool(np.isfinite(values).all()):
-        raise ModelError(
-            f"{source}: tensor {tensor.name} holds NaN or infinity",
-            remedy="the file is damaged or its quantisation failed; fetch another",
-        )
+    return tensor_view(key, tensor, rows, cols)
 
 
 def _vocabulary(file: GgufFile, config: ModelConfig) -> Vocabulary:
@@ -238,7 +179,7 @@ def _bad(file: GgufFile, what: str) -> ModelError:
     return ModelError(f"{file.path.name}: {what}", remedy="give a model file that cellpipe can run")
 
 
-def _tensor(file: GgufFile, name: str) -> GgufTensor:
+def _tensor(file: GgufFile, name: str) -> StoredTensor:
     tensor = file.tensors.get(name)
     if tensor is None:
         raise _bad(file, f"tensor {name} is missing")

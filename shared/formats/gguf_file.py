@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from gguf.constants import (
     GGML_QUANT_SIZES,
     GGUF_DEFAULT_ALIGNMENT,
@@ -28,6 +26,7 @@ from gguf.constants import (
 )
 
 from shared.errors import ModelError
+from shared.formats.stored_tensor import MappedFile, StoredTensor
 
 SUPPORTED_VERSIONS = (2, 3)
 MAX_METADATA_ITEMS = 1 << 16
@@ -53,22 +52,12 @@ _SCALARS: dict[GGUFValueType, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """One row of the tensor table. `shape` is outermost first; `raw` are its bytes, unread."""
-
-    name: str
-    type_name: str
-    shape: tuple[int, ...]
-    raw: npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
 class GgufFile:
     """A parsed file. `metadata` values are int, float, bool, str or a list of one of them."""
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
+    tensors: Mapping[str, StoredTensor]
 
 
 def open_gguf(path: Path) -> GgufFile:
@@ -77,12 +66,8 @@ def open_gguf(path: Path) -> GgufFile:
     Raises `ModelError` for a file that is missing, no GGUF, of an unknown version or byte order,
     truncated, or at odds with itself.
     """
-    try:
-        with path.open("rb") as file:
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise ModelError(f"{path} cannot be read: {error}", remedy=FILE_REMEDY) from error
-    cursor = _Cursor(buffer, path)
+    file = MappedFile(path, "GGUF")
+    cursor = _Cursor(file.buffer, path)
     magic, version = cursor.scalar("I"), cursor.scalar("I")
     if magic != GGUF_MAGIC:
         raise cursor.error("it does not start with the GGUF magic", remedy="give a .gguf file")
@@ -104,19 +89,19 @@ def open_gguf(path: Path) -> GgufFile:
     if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
         raise cursor.error(f"general.alignment is no power of two: {alignment!r:.40}")
     data_start = -(-cursor.position // alignment) * alignment
-    content = np.frombuffer(buffer, dtype=np.uint8)
-    tensors: dict[str, GgufTensor] = {}
+    file_bytes = len(file.content)
+    tensors: dict[str, StoredTensor] = {}
     for name, kind, shape, offset in table:
         if name in tensors:
             raise cursor.error(f"tensor {name!r:.80} appears twice")
         start = data_start + offset
         size = _size_bytes(cursor, name, kind, shape)
-        if start + size > len(content):
+        if start + size > file_bytes:
             raise cursor.error(
-                f"tensor {name} ends at byte {start + size}, the file has {len(content)}: "
+                f"tensor {name} ends at byte {start + size}, the file has {file_bytes}: "
                 "it is truncated"
             )
-        tensors[name] = GgufTensor(name, kind.name, shape, content[start : start + size])
+        tensors[name] = StoredTensor(file, name, kind.name, shape, start, size)
     return GgufFile(path, metadata, tensors)
 
 

@@ -19,14 +19,12 @@ from shared.kernel.chunks import (
     matrix_bytes,
     num_blocks,
     num_chunks,
-    num_groups,
 )
 from shared.kernel.matrix import Float32, PackedMatrix, Unpacked
+from shared.quant.blocks import Int4Blocks, Int8Blocks
 
 Bytes = npt.NDArray[np.uint8]
 Half = npt.NDArray[np.float16]
-
-MAX_HALF = 65504.0
 
 
 def pack_int4(scale: Half, minimum: Half, nibbles: Bytes, chunk_rows: int) -> Bytes:
@@ -74,6 +72,15 @@ def pack_int8(scale: Half, q: npt.NDArray[np.int8], chunk_rows: int) -> Bytes:
     return packed
 
 
+def pack_blocks(blocks: Int4Blocks | Int8Blocks, chunk_rows: int) -> Bytes:
+    """Chunks of quantised rows. Raises as `pack_int4` does."""
+    match blocks:
+        case Int4Blocks(scale, minimum, nibbles):
+            return pack_int4(scale, minimum, nibbles, chunk_rows)
+        case Int8Blocks(scale, q):
+            return pack_int8(scale, q, chunk_rows)
+
+
 def unpack_int4(packed: Bytes, rows: int, cols: int, chunk_rows: int) -> tuple[Half, Half, Bytes]:
     """What `pack_int4` was given: scale, min and nibbles."""
     values = PackedMatrix("int4", rows, cols, chunk_rows, packed).unpacked
@@ -100,25 +107,6 @@ def dequantize(matrix: PackedMatrix) -> Float32:
     if values.min is not None:
         weights = weights + values.min[:, :, None]
     return weights.transpose(1, 0, 2).reshape(matrix.rows, matrix.cols)
-
-
-def quantize_int4(weights: Float32) -> tuple[Half, Half, Bytes]:
-    """Symmetric int4 of float32 (R, C): scale = max|w| / 7, q in -7..7 kept as q + 8 with
-    min = -8 * scale. Returns what `pack_int4` takes. Raises `ModelError` when a scale overflows."""
-    groups = _in_groups(weights)
-    scale = _half_scale(groups, 7.0)
-    q = _rounded(groups, scale, 7).astype(np.int16) + 8
-    with np.errstate(over="ignore"):
-        minimum = (-8.0 * scale.astype(np.float32)).astype(np.float16)
-    check_finite("min", minimum)
-    return scale, minimum, _nibbles(q.astype(np.uint8))
-
-
-def quantize_int8(weights: Float32) -> tuple[Half, npt.NDArray[np.int8]]:
-    """Symmetric int8 of float32 (R, C): scale = max|w| / 127. Returns what `pack_int8` takes."""
-    groups = _in_groups(weights)
-    scale = _half_scale(groups, 127.0)
-    return scale, _rounded(groups, scale, 127).astype(np.int8)
 
 
 def check_finite(what: str, values: Half) -> None:
@@ -174,24 +162,3 @@ def _nibbles(q: Bytes) -> Bytes:
 
 def _to_half(values: Float32) -> Half:
     return np.ascontiguousarray(values).astype(np.float16)  # exact: they came from fp16
-
-
-def _in_groups(weights: Float32) -> Float32:
-    if weights.ndim != 2 or not np.isfinite(weights).all():
-        raise ModelError("weights must be a finite matrix of (rows, cols)")
-    return weights.astype(np.float32).reshape(len(weights), num_groups(weights.shape[1]), GROUP)
-
-
-def _half_scale(groups: Float32, steps: float) -> Half:
-    with np.errstate(over="ignore"):
-        scale: Half = (np.abs(groups).max(axis=2) / np.float32(steps)).astype(np.float16)
-    check_finite("scale", scale)
-    return scale
-
-
-def _rounded(groups: Float32, scale: Half, limit: int) -> Float32:
-    """q nearest to w / scale, with the scale as fp16 keeps it; 0 where it is 0."""
-    wide = scale.astype(np.float32)[:, :, None]
-    q = np.divide(groups, wide, out=np.zeros_like(groups), where=wide != 0)
-    clipped: Float32 = np.clip(np.rint(q), -limit, limit)
-    return clipped

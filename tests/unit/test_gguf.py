@@ -152,13 +152,9 @@ WRONG_MODELS = {
         TinyModel(tensors={"blk.0.attn_k.weight": (np.ones((64, 64)), "Q8_0")}),
         "attn_k.weight has shape",
     ),
-    "f16 matrix": (
-        TinyModel(tensors={"blk.0.attn_k.weight": (np.ones((32, 64)), "F16")}),
-        "attn_k.weight has type F16; accepted here: Q4_0, Q4_1, Q8_0",
-    ),
-    "f16 norm": (
-        TinyModel(tensors={"blk.0.attn_norm.weight": (np.ones(64), "F16")}),
-        "attn_norm.weight has type F16; accepted here: F32",
+    "another quantisation": (
+        TinyModel(tensors={"blk.0.attn_k.weight": (np.zeros((32, 256)), "TQ1_0")}),
+        "attn_k.weight has",
     ),
     "too few tokens": (TinyModel(metadata={"tokenizer.ggml.tokens": ["a", "b"]}), "2 tokens"),
     "eos outside": (TinyModel(metadata={"tokenizer.ggml.eos_token_id": 99_999}), "99999"),
@@ -217,7 +213,11 @@ def test_a_norm_with_nan_is_refused(tmp_path: Path) -> None:
     ("content", "named"),
     [
         (b"", "cannot be read"),
-        (b"PK\x03\x04" + bytes(100), "magic"),
+        (b"nothing known" * 9, "magic"),
+        (b"PK\x03\x04" + bytes(100), "zip archive, as torch.save writes"),
+        (b"\x80\x02}q\x00" + bytes(100), "pickle, which can run code"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+        (bytes(8) + b'{"a":{}}', "magic"),
         (b"GGUF" + struct.pack("<I", 1) + bytes(100), "version 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(100), "big-endian"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "number of tensors"),
