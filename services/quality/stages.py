@@ -1,5 +1,8 @@
 """A model as stages: embedding, one layer after the other, head. Two ways to compute them.
 
+`KernelModel` gives the bits that requests get, `FloatStages` what a file's own numbers say in
+binary32.
+
 Whoever evaluates runs all windows through a stage before the next one is asked for, so that one
 layer of a model is in memory at a time, however large the model is.
 
@@ -8,16 +11,18 @@ T positions of a window, D hidden_size, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from shared.formats.description import TensorView
 from shared.kernel.matrix import Float32
 from shared.kernel.weights import KernelBackend
 from shared.manifest import Manifest
 from shared.model.config import ModelConfig
+from shared.model.float_model import FloatCache, FloatModel, Observe
 from shared.model.layer_group import LayerGroup, ReadShard, SequenceSlice
 
 SLICE_ROWS = 256  # positions that go through a layer at once: what bounds the kernel's scratch
@@ -91,3 +96,46 @@ class KernelModel:
             last=index == self.config.num_hidden_layers - 1,
             backend=self._backend,
         )
+
+
+class FloatStages:
+    """The numbers of a model file, computed in binary32: its weights alone, nothing else rounded.
+
+    A layer's weights are in memory while its stage is the last that was asked for; embedding and
+    head stay. `observe` is `FloatModel`'s.
+    """
+
+    arithmetic = "float"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        views: Mapping[str, TensorView],
+        *,
+        observe: Observe | None = None,
+    ) -> None:
+        self.config = config
+        self._views = views
+        self._held: dict[str, Float32] = {}
+        options = {} if observe is None else {"observe": observe}
+        self._model = FloatModel(config, self.weights, keep_weights=False, **options)
+
+    def weights(self, name: str) -> Float32:
+        """A tensor as the file has it, float32 (rows, cols), read once while it is needed."""
+        if name not in self._held:
+            view = self._views[name]
+            self._held[name] = view.read_float32(0, view.rows)
+        return self._held[name]
+
+    def embed(self, token_ids: npt.NDArray[np.int32]) -> Float32:
+        return self._model.embed(token_ids)
+
+    def layer(self, index: int) -> Stage:
+        own = f"layer.{index}."
+        for name in [n for n in self._held if n.startswith("layer.") and not n.startswith(own)]:
+            del self._held[name]
+        num_layers = self.config.num_hidden_layers
+        return lambda hidden: self._model.layer(index, hidden, FloatCache(num_layers))
+
+    def logits(self, hidden: Float32) -> Float32:
+        return self._model.head(hidden)

@@ -122,4 +122,3 @@ def rotated_rows(config: ModelConfig) -> dict[str, RowOrder]:
     return {
         "q_proj": q, "q_bias": q, "q_norm": head, "k_proj": k, "k_bias": k, "k_norm": head
     }  # fmt: skip
-

@@ -53,7 +53,9 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
-            raise ModelError(f"rope scaling {self.kind!r:.40} is not one of {', '.join(ROPE_KINDS)}")
+            raise ModelError(
+                f"rope scaling {self.kind!r:.40} is not one of {', '.join(ROPE_KINDS)}"
+            )
         for name in ("factor", "attention_factor", "low_freq_factor", "beta_fast", "beta_slow"):
             _require_positive(f"rope scaling: {name}", getattr(self, name))
         if self.kind in ("llama3", "yarn", "longrope"):

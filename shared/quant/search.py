@@ -1,7 +1,7 @@
 """Finds the scale and min of each group of 32 weights. Knows no file format, no model and no chunk.
 
-Three ways for int4, from plain to careful: symmetric (`shared.quant.pack.quantize_int4`), by the
-range of a group, and by search for the least error. The error of a group is
+What `shared.quant.nearest` takes from the extremes of a group is searched for here. The error of a
+group is
 
     sum_j importance_j * (scale * q_j + min - w_j)^2
 
@@ -23,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import ModelError
-from shared.kernel.chunks import GROUP, num_groups
+from shared.kernel.chunks import GROUP
 from shared.kernel.matrix import Float32
-from shared.quant.pack import MAX_HALF, Bytes, Half
+from shared.quant.blocks import Int4Blocks
+from shared.quant.nearest import in_groups, nibbles_of
 
 F = np.float32
 Fit = tuple[Float32, Float32]
@@ -34,6 +35,7 @@ Fit = tuple[Float32, Float32]
 BLOCK_GROUPS = 8192  # 1 MiB of weights: the block's arrays stay in a second-level cache or near it
 NUM_TURNS = 2
 MAX_Q = F(15)
+MAX_HALF = 65504.0
 
 # Where the search starts: parts of a group's range that are cut off at its low and high end. What
 # is negative stretches, so that the extremes of a group need not be its first and last step.
@@ -46,28 +48,20 @@ STARTS = (
 SYMMETRIC_STARTS = (-8.5, -8.0, -7.5, -7.0, -6.5, -6.0, -5.5, 5.5, 6.0, 6.5, 7.0, 7.5, 8.0, 8.5)
 
 
-def quantize_range(weights: Float32) -> tuple[Half, Half, Bytes]:
-    """Affine int4 of float32 (R, C) by the range of each group: scale = (max - min) / 15.
-
-    Returns what `pack_int4` takes. Raises `ModelError` for weights that fp16 cannot hold.
-    """
-    return _assemble(weights, None, lambda x, _: _range_fit(x))
-
-
 def search_affine(
     weights: Float32, importance: Float32 | None = None, *, num_threads: int = 1
-) -> tuple[Half, Half, Bytes]:
+) -> Int4Blocks:
     """Affine int4 of float32 (R, C) with the least error that the search finds in each group.
 
-    `importance` float32 (C,) weighs the inputs. Returns what `pack_int4` takes. Raises `ModelError`
-    for weights that fp16 cannot hold.
+    `importance` float32 (C,) weighs the inputs. Raises `ModelError` for weights that fp16 cannot
+    hold.
     """
     return _assemble(weights, importance, _best_affine, num_threads=num_threads)
 
 
 def search_symmetric(
     weights: Float32, importance: Float32 | None = None, *, num_threads: int = 1
-) -> tuple[Half, Half, Bytes]:
+) -> Int4Blocks:
     """The same with min = -8 * scale, as GGUF's Q4_0 has it; a scale may be negative."""
     return _assemble(weights, importance, _best_symmetric, num_threads=num_threads)
 
@@ -143,8 +137,8 @@ class _Best:
 
 
 def _range_fit(x: Float32) -> Fit:
-    low = x.min(axis=1)
-    return _as_half((x.max(axis=1) - low) / MAX_Q), _as_half(low)
+    minimum = _as_half(x.min(axis=1))
+    return (x.max(axis=1) - minimum) / MAX_Q, minimum
 
 
 def _symmetric_at(x: Float32, steps: np.float32) -> Fit:
@@ -198,10 +192,10 @@ def _assemble(
     fit: Callable[[Float32, Float32 | None], Fit],
     *,
     num_threads: int = 1,
-) -> tuple[Half, Half, Bytes]:
+) -> Int4Blocks:
     """Fit blocks of rows, in any order, and put them together."""
     check_weights(weights)
-    rows, groups = len(weights), num_groups(weights.shape[1])
+    rows, groups = in_groups(weights).shape[:2]
     weights_of_inputs = None
     if importance is not None:
         weights_of_inputs = checked_importance(importance, weights.shape[1])
@@ -218,13 +212,12 @@ def _assemble(
         found_scale, found_minimum = fit(x, here)
         scale[part] = found_scale.reshape(-1, groups)
         minimum[part] = found_minimum.reshape(-1, groups)
-        q = rounded(x, found_scale, found_minimum).astype(np.uint8)
-        halves = q.reshape(-1, groups, 2, GROUP // 2)
-        nibbles[part] = halves[:, :, 0] | (halves[:, :, 1] << np.uint8(4))
+        q = rounded(x, found_scale, found_minimum).astype(np.int8)
+        nibbles[part] = nibbles_of(q.reshape(-1, groups, GROUP))
 
     with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(fit_rows, _row_blocks(rows, groups)))
-    return scale, minimum, nibbles
+    return Int4Blocks(scale, minimum, nibbles)
 
 
 def _row_blocks(rows: int, groups: int) -> Iterator[slice]:
