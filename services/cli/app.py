@@ -28,7 +28,7 @@ from shared.logs import redact
 PANELS = {  # of `cellpipe --help`
     "Ask": ("run", "chat", "enqueue", "result", "cancel", "batch"),
     "Serve programs": ("serve", "gateway", "key"),
-    "Models": ("pull", "inspect", "load", "evaluate"),
+    "Models": ("pull", "inspect", "load", "quantize", "evaluate"),
     "Cluster": ("worker", "scheduler", "status", "workers", "drain", "dead"),
     "Measure and break": ("bench", "chaos"),
 }

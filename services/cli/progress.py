@@ -65,11 +65,11 @@ class StageBar:
 
 
 class StepBar:
-    """One bar of steps done, on a terminal; elsewhere nothing."""
+    """Bars of steps done, one for each stage, on a terminal; elsewhere nothing."""
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._task: TaskID | None = None
+        self._tasks: dict[str, TaskID] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -80,10 +80,15 @@ class StepBar:
         )
 
     def show(self, done: int, total: int) -> None:
-        if self._task is None:
+        """Of the stage that this bar is called after."""
+        self.show_stage(self._what, done, total)
+
+    def show_stage(self, stage: str, done: int, total: int) -> None:
+        if not self._tasks:
             self._progress.start()
-            self._task = self._progress.add_task(self._what, total=total)
-        self._progress.update(self._task, completed=done, total=total)
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=total)
+        self._progress.update(self._tasks[stage], completed=done, total=total)
 
     def __enter__(self) -> StepBar:
         return self

@@ -1,9 +1,10 @@
-"""`cellpipe evaluate`: what a model knows of a text, and what its quantisation has cost."""
+"""`cellpipe evaluate` and `quantize`: what a model knows of a text, and how to make it smaller."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ import typer
 
 from services.cli.generate import Threads
 from services.cli.progress import StageBar, StepBar
+from services.cli.session import kernel_backend
 from services.cli.settings import load_config
 from services.cli.tree import app
 from shared.errors import ConfigError
@@ -19,6 +21,7 @@ from shared.errors import ConfigError
 if TYPE_CHECKING:
     from services.quality.evaluate import Evaluation
     from services.quality.footprint import Footprint
+    from services.quality.quantize import QuantizeReport
     from services.quality.report import Subject
     from services.quality.stages import StagedModel
     from shared.config import Config
@@ -116,6 +119,123 @@ def evaluate(
     _print(subject, found, footprint, as_json)
 
 
+@app.command()
+def quantize(
+    model: Annotated[
+        str,
+        typer.Argument(help="A .gguf file with more bits (F32, F16, BF16, Q8_0), or its name."),
+    ],
+    output: Annotated[Path, typer.Argument(help="The .gguf file to write.")],
+    bits: Annotated[int, typer.Option(help="4 or 8.")] = 4,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="How 4 bits are found: symmetric (scale = max|w|/7), range (from the least to the "
+            "largest weight of a group), search (the least error)."
+        ),
+    ] = "",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text, UTF-8: the search then minimises what a layer's answers are off on it, "
+            "and not what weights are off."
+        ),
+    ] = None,
+    calibration_windows: Annotated[
+        int, typer.Option(help="Windows of 512 tokens of that text that are used.", min=1)
+    ] = 16,
+    max_bits_per_weight: Annotated[
+        float | None,
+        typer.Option(
+            help="Give each kind of tensor 4 or 8 bits so that the file stays below this, and the "
+            "loss that is measured on the text is least. Needs --calibrate."
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT.")] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Make a smaller model file, which llama.cpp runs too. docs/quality.md says what it costs.
+
+    Types are those that the kernel holds as they are: Q4_0, Q4_1 and Q8_0.
+
+    Example: cellpipe quantize f16.gguf int4.gguf --bits 4 --calibrate book.txt
+
+    Example: cellpipe quantize f16.gguf mixed.gguf --calibrate book.txt --max-bits-per-weight 4.75
+    """
+    from services.loader.pull import resolve_model
+    from services.quality.quantize import QuantizeOptions, quantize_file
+    from services.quality.tensors import Method
+
+    config = load_config(quiet=True)
+    usual = Method.SYMMETRIC if bits == 8 else Method.SEARCH
+    if method and method not in set(Method):
+        raise ConfigError(f"--method must be one of {', '.join(Method)}, got {method!r:.40}")
+    options = QuantizeOptions(
+        bits=bits,
+        method=Method(method) if method else usual,
+        calibration=read_text(calibrate, field="--calibrate") if calibrate else "",
+        calibration_name=calibrate.name if calibrate else "",
+        calibration_windows=calibration_windows,
+        max_bits_per_weight=max_bits_per_weight,
+        num_threads=threads or len(os.sched_getaffinity(0)),
+    )
+    with StageBar() as bar:
+        source = resolve_model(model, config.cache_dir, progress=bar.show)
+    _check_output(output, source, overwrite)
+    with StepBar("") as steps:
+        report = quantize_file(source, output, options, progress=steps.show_stage)
+    _print_quantized(report, output, as_json)
+
+
+def _check_output(output: Path, source: Path, overwrite: bool) -> None:
+    if output.suffix.lower() != ".gguf":
+        raise ConfigError(f"the output must be called ….gguf, got {output.name}")
+    if not output.parent.is_dir():
+        raise ConfigError(f"there is no folder {output.parent}")
+    if not output.exists():
+        return
+    if output.samefile(source):
+        raise ConfigError(f"{output} is the model itself", remedy="give another place")
+    if not overwrite:
+        raise ConfigError(f"{output} is there already", remedy="give another name, or --overwrite")
+
+
+def _print_quantized(report: QuantizeReport, output: Path, as_json: bool) -> None:
+    if report.already_quantized:
+        typer.echo(
+            f"note: the source has tensors of {', '.join(report.already_quantized)}: what it lost "
+            "before is not undone, and adds to what is lost now",
+            err=True,
+        )
+    if as_json:
+        shown = asdict(report) | {"bits_per_weight": report.bits_per_weight, "path": str(output)}
+        typer.echo(json.dumps(shown))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "tensors", "type", "weights", "MB", "relative RMS error of weights", "expected loss",
+        title=f"{output.name}: {report.bits_per_weight:.3f} bits per weight",
+    )  # fmt: skip
+    for unit in report.units:
+        table.add_row(
+            unit.name,
+            unit.type_name,
+            f"{unit.num_weights:,}",
+            f"{unit.num_bytes / 1e6:.2f}",
+            f"{unit.relative_error:.5f}",
+            "" if unit.expected_loss is None else f"{unit.expected_loss:.6f}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{report.num_bytes / 1e6:.1f} MB of tensors, {report.num_bytes / report.source_bytes:.1%} "
+        "of the source's"
+    )
+
+
 def read_text(path: Path, *, field: str) -> str:
     """A UTF-8 file. Raises `ConfigError` naming the option and the file."""
     try:
@@ -130,14 +250,27 @@ def read_text(path: Path, *, field: str) -> str:
 
 def _open(
     config: Config, model: str, arithmetic: Arithmetic, threads: int
-) -> tuple[StagedModel, Tokenizer, Footprint, str]:
-    """A model as stages, its tokenizer, what it takes as the kernel keeps it, and its name."""
-    from services.cli.session import kernel_backend
+) -> tuple[StagedModel, Tokenizer, Footprint | None, str]:
+    """A model as stages, its tokenizer, what it takes as the kernel keeps it, and its name.
+
+    One that is computed in binary32 is not packed.
+    """
     from services.loader.packed import open_model
     from services.quality.footprint import footprint_of
-    from services.quality.stages import KernelModel
+    from services.quality.stages import FloatStages, KernelModel
     from shared.text.document import read_text_document
+    from shared.text.tokenizer import Tokenizer
 
+    if arithmetic is Arithmetic.FLOAT:
+        from services.loader.pull import resolve_model
+        from shared.formats.gguf import read_gguf
+
+        with StageBar() as bar:
+            path = resolve_model(model, config.cache_dir, progress=bar.show)
+        description = read_gguf(path)
+        tokenizer = Tokenizer.from_vocabulary(description.vocabulary)
+        stages = FloatStages(description.config, description.tensors)
+        return stages, tokenizer, None, description.source
     with StageBar() as bar:
         packed = open_model(model, config.cache_dir, progress=bar.show)
     tokenizer, _ = read_text_document(bytes(packed.read_shard("tokenizer")))
@@ -146,7 +279,9 @@ def _open(
     return staged, tokenizer, footprint_of(packed.manifest), packed.manifest.model_id
 
 
-def _print(subject: Subject, evaluation: Evaluation, footprint: Footprint, as_json: bool) -> None:
+def _print(
+    subject: Subject, evaluation: Evaluation, footprint: Footprint | None, as_json: bool
+) -> None:
     from services.quality.report import report_dict, sections
 
     if as_json:

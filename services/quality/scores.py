@@ -81,8 +81,11 @@ class Comparison:
         self.kls.append(np.einsum("nv,nv->n", np.exp(reference), difference))
         self.agreements.append(ours.argmax(axis=1) == reference.argmax(axis=1))
 
+    def mean_kl(self) -> float:
+        """In nats. What rounding in binary64 leaves below 0 counts as 0."""
+        return float(np.maximum(np.concatenate(self.kls), 0.0).mean())
+
     def divergence(self, perplexity: Perplexity, reference: Perplexity) -> Divergence:
-        # What is left of rounding in binary64 may be a little below 0.
         kls = np.maximum(np.concatenate(self.kls), 0.0)
         return Divergence(
             mean_kl=float(kls.mean()),

@@ -139,3 +139,7 @@ class FloatStages:
 
     def logits(self, hidden: Float32) -> Float32:
         return self._model.head(hidden)
+
+    def head_input(self, hidden: Float32) -> Float32:
+        """Rows of the last layer as the head's matrix meets them, (n, D) -> (n, D)."""
+        return self._model.head_input(hidden)

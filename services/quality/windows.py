@@ -9,7 +9,7 @@ the two tools compare: https://github.com/ggml-org/llama.cpp/tree/master/tools/p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,9 @@ class Windows:
     first_scored: int
     num_tokens: int
 
-    @property
-    def num_scored(self) -> int:
-        return int(self.targets.size)
+    def first(self, number: int) -> Windows:
+        """The first so many of them."""
+        return replace(self, inputs=self.inputs[:number], targets=self.targets[:number])
 
 
 def cut_windows(text: str, tokenizer: Tokenizer, *, window: int, max_windows: int = 0) -> Windows:

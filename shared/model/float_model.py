@@ -113,11 +113,18 @@ class FloatModel:
 
     def head(self, x: Float32) -> Float32:
         """(T, D) of the last layer -> logits (T, V)."""
-        name = "embed_tokens" if self.config.tie_word_embeddings else "lm_head"
-        y = self._norm(x, self._weights("norm"))
-        self._observe(name, y)
-        out: Float32 = y @ self._weights(name).T
+        out: Float32 = self.head_input(x) @ self._weights(self._head_name).T
         return _softcap(out, self.config.logit_softcap)
+
+    def head_input(self, x: Float32) -> Float32:
+        """(T, D) of the last layer -> (T, D), what the head's matrix meets."""
+        y = self._norm(x, self._weights("norm"))
+        self._observe(self._head_name, y)
+        return y
+
+    @property
+    def _head_name(self) -> str:
+        return "embed_tokens" if self.config.tie_word_embeddings else "lm_head"
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -19,13 +19,15 @@ import numpy.typing as npt
 from shared.errors import ModelError
 from shared.kernel.chunks import GROUP
 from shared.kernel.matrix import Float32
-from shared.quant.search import Fit, rounded
+from shared.quant.blocks import Int4Blocks
+from shared.quant.nearest import nibbles_of
+from shared.quant.search import Fit, check_weights, rounded
 
 # Of the mean of H's diagonal, added to it: what a text never showed must not be free to change.
 DAMPING = 0.01
 
 Float64 = npt.NDArray[np.float64]
-FitGroups = Callable[[Float32, Float32], Fit]
+FitGroups = Callable[[Float32, Float32 | None], Fit]
 """scale and min (n,) of groups (n, 32) with an importance of (n, 32)."""
 
 
@@ -52,11 +54,13 @@ def conditional_factor(moments: Float64) -> Float64:
     return factor
 
 
-def round_with_feedback(weights: Float32, factor: Float64, fit: FitGroups) -> Rounding:
-    """scale, min and q of float32 (R, C), the columns rounded from the first to the last.
+def round_with_feedback(weights: Float32, factor: Float64, fit: FitGroups) -> Int4Blocks:
+    """int4 of float32 (R, C), the columns rounded from the first to the last.
 
-    `factor` is `conditional_factor`'s.
+    `factor` is `conditional_factor`'s, `fit` one of `shared.quant.search`'s. Rows do not depend on
+    each other. Raises `ModelError` for weights that fp16 cannot hold.
     """
+    check_weights(weights)
     rows, cols = weights.shape
     groups = cols // GROUP
     left = np.array(weights, np.float32)  # what is still to be rounded, with the errors so far
@@ -78,11 +82,11 @@ def round_with_feedback(weights: Float32, factor: Float64, fit: FitGroups) -> Ro
             errors[:, j] = (column - kept) / upper[start + j, start + j]
             here[:, j + 1 :] -= np.outer(errors[:, j], upper[start + j, start + j + 1 : stop])
         left[:, stop:] -= errors @ upper[start:stop, stop:]
-    return scale.T, minimum.T, q
-
-
-Rounding = tuple[Float32, Float32, Float32]
-"""scale (R, G), min (R, G), q (R, C)."""
+    return Int4Blocks(
+        np.ascontiguousarray(scale.T, np.float16),
+        np.ascontiguousarray(minimum.T, np.float16),
+        nibbles_of(q.astype(np.int8).reshape(rows, groups, GROUP)),
+    )
 
 
 def output_errors(weights: Float32, kept: Float32, moments: Float64) -> Float64:

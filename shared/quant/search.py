@@ -56,14 +56,14 @@ def search_affine(
     `importance` float32 (C,) weighs the inputs. Raises `ModelError` for weights that fp16 cannot
     hold.
     """
-    return _assemble(weights, importance, _best_affine, num_threads=num_threads)
+    return _assemble(weights, importance, fit_affine, num_threads=num_threads)
 
 
 def search_symmetric(
     weights: Float32, importance: Float32 | None = None, *, num_threads: int = 1
 ) -> Int4Blocks:
     """The same with min = -8 * scale, as GGUF's Q4_0 has it; a scale may be negative."""
-    return _assemble(weights, importance, _best_symmetric, num_threads=num_threads)
+    return _assemble(weights, importance, fit_symmetric, num_threads=num_threads)
 
 
 def rounded(groups: Float32, scale: Float32, minimum: Float32) -> Float32:
@@ -85,7 +85,11 @@ def group_errors(
     return _sums(off if importance is None else off * importance, off)
 
 
-def _best_affine(x: Float32, importance: Float32 | None) -> Fit:
+def fit_affine(x: Float32, importance: Float32 | None) -> Fit:
+    """scale and min of the least error that is found, of groups (n, 32), as fp16 has them.
+
+    `importance` is (n, 32), or None for 1.
+    """
     low, high = x.min(axis=1), x.max(axis=1)  # (n,)
     span = high - low
     best = _Best(x, importance)
@@ -102,7 +106,8 @@ def _best_affine(x: Float32, importance: Float32 | None) -> Fit:
     return best.scale, best.minimum
 
 
-def _best_symmetric(x: Float32, importance: Float32 | None) -> Fit:
+def fit_symmetric(x: Float32, importance: Float32 | None) -> Fit:
+    """The same with min = -8 * scale."""
     best = _Best(x, importance)
     best.offer(*_symmetric_at(x, F(7)))
     for steps in SYMMETRIC_STARTS:
