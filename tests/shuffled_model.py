@@ -1,13 +1,14 @@
 """The same function as a quantised model's, by weights that lie on no grid of it.
 
-There is no unquantised model at hand that tests could carry; a quantised one that is dequantised
-would flatter whoever finds its old grid again. But the order of a model's channels is arbitrary:
-those of the hidden state, those inside of each MLP, and those of each kv head's values may be put in
-any other order, in all tensors that meet them, and the model computes the same function. A group of
-32 inputs then holds weights of up to 32 old groups, each with a scale and min of its own, so no
-scale and min of a new group fits them better than those of a group of a model that never was
-quantised: what rounding to int4 costs is what it costs there. What the model lost when it was
-quantised first is in the reference and is not counted.
+No unquantised model is at hand that tests could carry, and a quantised one that is dequantised
+would flatter whoever finds its old grid again. But much in a model's weights is arbitrary. The
+channels of the hidden state, and those inside of each MLP, may be put in any other order in all
+tensors that meet them, and the values of each kv head may be turned by any rotation that the output
+matrix turns back: the model computes the same function. A group of 32 inputs then holds weights of
+up to 32 old groups, each with a scale and min of its own, or sums over 64 of them. No scale and min
+of a new group fits those better than they fit a model's that never was quantised, so rounding costs
+what it costs there. What the model lost when it was quantised first is in the reference and is not
+counted.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from shared.formats.gguf_copy import _copy_metadata  # noqa: PLC2701
+from shared.formats.gguf_copy import copy_metadata
 from shared.formats.gguf_file import open_gguf
 from shared.formats.reading import read_float32
 
 
 def write_shuffled(source: Path, target: Path, seed: int = 0) -> Path:
-    """An F16 file of the llama in `source` with its channels in another order."""
+    """An F16 file of the llama in `source`, its channels in another order, its values turned."""
     file = open_gguf(source)
     keys = {k.removeprefix("llama."): v for k, v in file.metadata.items()}
     hidden, inner = keys["embedding_length"], keys["feed_forward_length"]
@@ -32,28 +33,26 @@ def write_shuffled(source: Path, target: Path, seed: int = 0) -> Path:
     rng = np.random.default_rng(seed)
     order = rng.permutation(hidden)
     writer = gguf.GGUFWriter(str(target), "llama")
-    _copy_metadata(source, writer)
+    copy_metadata(source, writer)
     layers = [
-        (rng.permutation(inner), [rng.permutation(head_dim) for _ in range(kv_heads)])
+        (rng.permutation(inner), [_rotation(rng, head_dim) for _ in range(kv_heads)])
         for _ in range(keys["block_count"])
     ]
     for name, stored in file.tensors.items():
         w = read_float32(stored, 0, stored.num_rows)
         kind = name.removesuffix(".weight").rpartition(".")[2]
-        inner_order, value_orders = layers[int(name.split(".")[1])] if "blk" in name else ([], [])
-        if kind in ("attn_output", "ffn_down"):
-            w = w[order]
-        else:  # norms too
-            w = w[:, order]
+        inner_order, turns = layers[int(name.split(".")[1])] if "blk" in name else ([], [])
+        writes = kind in ("attn_output", "ffn_down")  # into the hidden state; others read it
+        w = w[order] if writes else w[:, order]
         if kind in ("ffn_gate", "ffn_up"):
             w = w[inner_order]
         elif kind == "ffn_down":
             w = w[:, inner_order]
         elif kind == "attn_v":
-            w = w[_of_heads(value_orders, head_dim)]
+            w = _turned(w, turns)
         elif kind == "attn_output":
-            repeated = [o for o in value_orders for _ in range(heads // kv_heads)]
-            w = w[:, _of_heads(repeated, head_dim)]
+            repeated = [turn for turn in turns for _ in range(heads // kv_heads)]
+            w = _turned(w.T, repeated).T
         if len(stored.shape) == 1:
             writer.add_tensor(name, np.float32(w[0]))
         else:
@@ -65,5 +64,11 @@ def write_shuffled(source: Path, target: Path, seed: int = 0) -> Path:
     return target
 
 
-def _of_heads(orders: list[np.ndarray], head_dim: int) -> np.ndarray:
-    return np.concatenate([head * head_dim + order for head, order in enumerate(orders)])
+def _rotation(rng: np.random.Generator, size: int) -> np.ndarray:
+    return np.linalg.qr(rng.normal(size=(size, size)))[0]
+
+
+def _turned(rows: np.ndarray, turns: list[np.ndarray]) -> np.ndarray:
+    """The rows of each head, mixed by its rotation."""
+    heads = np.split(rows.astype(np.float64), len(turns))
+    return np.concatenate([turn @ head for turn, head in zip(turns, heads, strict=True)])

@@ -108,7 +108,7 @@ def _write(
     progress: Callable[[int, int], None],
 ) -> None:
     writer = gguf.GGUFWriter(str(target), str(source.metadata["general.architecture"]))
-    _copy_metadata(source.path, writer)
+    copy_metadata(source.path, writer)
     counts: dict[str, int] = {}
     for name, tensor in replaced.items():
         stored = source.tensors[name]
@@ -160,7 +160,7 @@ def _announce(
     writer.add_tensor_info(name, byte_shape, np.dtype(np.uint8), num_bytes, raw_dtype=kind)
 
 
-def _copy_metadata(path: Path, writer: gguf.GGUFWriter) -> None:
+def copy_metadata(path: Path, writer: gguf.GGUFWriter) -> None:
     """All keys with their own types, which our reader of untrusted files does not keep; it has
     found this file to be whole before."""
     reader = gguf.GGUFReader(path)
