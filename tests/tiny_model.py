@@ -94,22 +94,21 @@ def tiny_model(
         layer.matrix("gate_proj", rng, (inner, d), layer_kind)
         layer.matrix("up_proj", rng, (inner, d), layer_kind)
         layer.matrix("down_proj", rng, (d, inner), layer_kind)
+        if config.qkv_bias:
+            for name, size in (("q", config.q_dim), ("k", config.kv_dim), ("v", config.kv_dim)):
+                layer.floats(f"{name}_bias", rng.draw((1, size)))
+        for name in ("q_norm", "k_norm") if config.qk_norm else ():
+            layer.norm(name, rng, config.head_dim)
+        for name in ("attention_out_norm", "mlp_out_norm") if config.post_norms else ():
+            layer.norm(name, rng, d)
     head = shards["head"] = _Shard(ShardKind.HEAD, local_store_bytes)
     head.norm("norm", rng, d)
     if not config.tie_word_embeddings:
         head.matrix("lm_head", rng, vocab, layer_kind)
     rope = shards["rope"] = _Shard(ShardKind.ROPE, local_store_bytes)
-    for name, table in zip(("cos", "sin"), rope_tables(config), strict=True):
+    for name, table in config.rope_tables().items():
         rope.floats(name, table)
     return _finish(config, shards)
-
-
-def rope_tables(config: ModelConfig) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin, float32 (positions, head_dim/2), of position * theta^(-2i/head_dim)."""
-    powers = -2.0 * np.arange(config.head_dim // 2) / config.head_dim
-    positions = np.arange(config.max_position_embeddings)
-    angles = positions[:, None] * config.rope_theta**powers
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 class _Uniform:

@@ -188,7 +188,8 @@ def inspect(model: ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> No
     console.print(matrices)
     console.print(
         "a chunk is a block of rows of a matrix: what the kernel reads at once (a DMA), so small "
-        "that two of them stay in a local store of 256 KiB"
+        "that two of them stay in a local store of 256 KiB; where 16 rows are too large for that, "
+        "they pass through in parts"
     )
     console.print(f"total {inspection.num_bytes / 1e6:.1f} MB in {inspection.num_chunks} chunks")
 

@@ -1,7 +1,7 @@
 """Turns a model description into shards in the kernel's chunk layout. Knows no file and no store.
 
-One shard is in memory at a time. docs/arithmetic.md draws the chunks; `shared.manifest` says what
-shards and segments are.
+One shard is in memory at a time, and of its source a few thousand rows. docs/arithmetic.md draws
+the chunks; `shared.manifest` says what shards and segments are.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 
+from services.loader.tensors import RepackingError, pack_tensor, summed
 from shared.errors import ConfigError
 from shared.formats.description import (
     EMBEDDING_TENSOR,
     FINAL_NORM_TENSOR,
     HEAD_TENSOR,
-    LAYER_TENSORS,
-    Int4Blocks,
-    Int8Blocks,
     ModelDescription,
     TensorView,
     layer_tensor,
+    layer_tensors,
 )
 from shared.kernel.chunks import (
     CHUNK_ALIGN,
@@ -48,7 +47,6 @@ from shared.manifest import (
     manifest_digest,
 )
 from shared.model.config import ModelConfig
-from shared.quant.pack import pack_int4, pack_int8
 from shared.text.document import write_text_document
 from shared.text.tokenizer import Tokenizer
 
@@ -75,10 +73,11 @@ class PackOptions:
 
 @dataclass(frozen=True, slots=True)
 class PackedShard:
-    """A shard's bytes, uint8, aligned to 64, and its line in the manifest."""
+    """A shard's bytes, uint8, aligned to 64, its line in the manifest, and what repacking cost."""
 
     entry: ShardEntry
     data: Bytes
+    errors: tuple[RepackingError, ...] = ()
 
 
 def packed_config(config: ModelConfig, options: PackOptions) -> ModelConfig:
@@ -111,7 +110,7 @@ def pack_shards(
         options,
     )
     for index in range(config.num_hidden_layers):
-        views = {name: tensors[layer_tensor(index, name)] for name in LAYER_TENSORS}
+        views = {name: tensors[layer_tensor(index, name)] for name in layer_tensors(config)}
         yield _tensor_shard(f"layer.{index}", ShardKind.LAYER, index, views, options)
     names = (FINAL_NORM_TENSOR, HEAD_TENSOR)
     views = {name: tensors[name] for name in names if name in tensors}
@@ -124,11 +123,14 @@ def build_manifest(
     shards: Sequence[ShardEntry],
     *,
     source_sha256: str,
+    errors: Sequence[RepackingError] = (),
 ) -> Manifest:
     """The manifest over packed shards. Its id is the file's name and its digest."""
     config = packed_config(description.config, options).to_dict()
     model_id = f"{short_name(description.source)}@{manifest_digest(config, shards)}"
-    return Manifest(model_id, config, tuple(shards), description.source, source_sha256)
+    return Manifest(
+        model_id, config, tuple(shards), description.source, source_sha256, summed(errors)
+    )
 
 
 def short_name(source: str) -> str:
@@ -138,22 +140,8 @@ def short_name(source: str) -> str:
     return name[:MAX_NAME_CHARS] or "model"
 
 
-def rope_tables(
-    config: ModelConfig,
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin, float32 (positions, head_dim/2): made in binary64, then rounded.
-
-    Angle of pair i at position p: p * rope_theta ** (-2i / head_dim) (RoFormer, 3.2.2).
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    inverse = np.float64(config.rope_theta) ** -exponents
-    positions = np.arange(config.max_position_embeddings, dtype=np.float64)
-    angles = np.outer(positions, inverse)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
 def _rope_shard(config: ModelConfig) -> PackedShard:
-    tables = dict(zip(("cos", "sin"), rope_tables(config), strict=True))
+    tables = config.rope_tables()
     entries: list[TensorEntry] = []
     end = 0
     for name, table in tables.items():
@@ -163,7 +151,8 @@ def _rope_shard(config: ModelConfig) -> PackedShard:
         end = offset + table.nbytes
     data = aligned_zeros(align_up(end, CHUNK_ALIGN))
     for entry in entries:
-        _place(data, entry, tables[entry.name].astype("<f4").view(np.uint8).reshape(-1))
+        place = data[entry.offset : entry.offset + entry.num_bytes]
+        place.view("<f4")[:] = tables[entry.name].reshape(-1)
     return _shard("rope", ShardKind.ROPE, 0, data, tuple(entries))
 
 
@@ -177,9 +166,12 @@ def _tensor_shard(
         entries.append(entry)
         end = entry.offset + entry.num_bytes
     data = aligned_zeros(align_up(end, CHUNK_ALIGN))
+    errors: list[RepackingError] = []
     for entry in entries:
-        _place(data, entry, _packed_bytes(views[entry.name], entry.chunk_rows))
-    return _shard(name, kind, index, data, tuple(entries))
+        place = data[entry.offset : entry.offset + entry.num_bytes]
+        if error := pack_tensor(views[entry.name], entry, place):
+            errors.append(error)
+    return _shard(name, kind, index, data, tuple(entries), tuple(errors))
 
 
 def tensor_entry(name: str, view: TensorView, offset: int, options: PackOptions) -> TensorEntry:
@@ -207,27 +199,17 @@ def tensor_entry(name: str, view: TensorView, offset: int, options: PackOptions)
             assert_never(view.kind)
 
 
-def _packed_bytes(view: TensorView, chunk_rows: int) -> Bytes:
-    match view.read():
-        case Int4Blocks(scale, minimum, nibbles):
-            return pack_int4(scale, minimum, nibbles, chunk_rows)
-        case Int8Blocks(scale, q):
-            return pack_int8(scale, q, chunk_rows)
-        case values:
-            return values.astype("<f4").view(np.uint8).reshape(-1)
-
-
-def _place(data: Bytes, entry: TensorEntry, packed: Bytes) -> None:
-    assert packed.nbytes == entry.num_bytes, (entry, packed.nbytes)
-    data[entry.offset : entry.offset + entry.num_bytes] = packed
-
-
 def _shard(
-    name: str, kind: ShardKind, index: int, data: Bytes, tensors: tuple[TensorEntry, ...]
+    name: str,
+    kind: ShardKind,
+    index: int,
+    data: Bytes,
+    tensors: tuple[TensorEntry, ...],
+    errors: tuple[RepackingError, ...] = (),
 ) -> PackedShard:
     segments = tuple(
         SegmentEntry(len(piece), hashlib.sha256(piece.data).hexdigest())
         for start in range(0, len(data), MAX_SEGMENT_BYTES)
         for piece in (data[start : start + MAX_SEGMENT_BYTES],)
     )
-    return PackedShard(ShardEntry(name, kind, index, len(data), segments, tensors), data)
+    return PackedShard(ShardEntry(name, kind, index, len(data), segments, tensors), data, errors)

@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from services.loader.catalog import CatalogEntry, Source, find_entry
@@ -38,22 +38,26 @@ def default_cache_dir() -> Path:
 
 
 def is_path(name_or_path: str) -> bool:
-    """Whether it names a file rather than a model of the catalog."""
+    """Whether it names a file or a model folder rather than a model of the catalog."""
     path = Path(name_or_path).expanduser()
-    return path.suffix.lower() == ".gguf" or path.is_file()
+    if path.suffix.lower() == ".gguf" or path.is_file():
+        return True
+    # A folder that merely is called as a model of the catalog is not meant.
+    return path.is_dir() and ("/" in name_or_path or (path / "config.json").is_file())
 
 
 def resolve_model(
     name_or_path: str, cache_dir: Path, *, progress: StageProgress = no_progress
 ) -> Path:
-    """The file of a model: a path to a `.gguf` as it is, one that the catalog has (by its
-    name there, or its own name or id) from the cache, pulled first if it is not there.
+    """The file of a model: a path to a `.gguf` or to a folder of Hugging Face as it is, one that
+    the catalog has (by its name there, or its own name or id) from the cache, pulled first if it is
+    not there.
 
     Raises `ModelError` for an unknown name, a missing file, or a model that no source gives.
     """
     if is_path(name_or_path):
         path = Path(name_or_path).expanduser()
-        if not path.is_file():
+        if not path.exists():
             raise ModelError(
                 f"there is no file {path}", remedy="check the path, or give a catalog name"
             )
@@ -107,6 +111,14 @@ def file_sha256(path: Path, progress: Progress | None = None) -> str:
             if progress is not None:
                 progress(done, total)
     return digest.hexdigest()
+
+
+def files_sha256(files: Sequence[Path]) -> str:
+    """SHA-256 of one file; of several, that of the list that sha256sum would print of them."""
+    if len(files) == 1:
+        return file_sha256(files[0])
+    lines = "".join(f"{file_sha256(path)}  {path.name}\n" for path in files)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _fetch_first(

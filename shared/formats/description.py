@@ -18,7 +18,7 @@ from shared.model.config import ModelConfig
 from shared.quant.blocks import Int4Blocks as Int4Blocks
 from shared.quant.blocks import Int8Blocks as Int8Blocks
 from shared.quant.blocks import TensorNumbers
-from shared.text.vocabulary import Vocabulary
+from shared.text.vocabulary import AnyVocabulary
 
 GROUP_SIZE = 32
 
@@ -42,6 +42,10 @@ QK_NORMS = ("q_norm", "k_norm")
 POST_NORMS = ("attention_out_norm", "mlp_out_norm")
 
 
+def _nothing_to_release(start: int, stop: int) -> None:
+    """Of numbers that lie in no file."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorView:
     """One tensor of a model file, unread. A vector has rows 1.
@@ -50,7 +54,7 @@ class TensorView:
     gives `Int4Blocks`, `Int8Blocks` or float32 (stop - start, C) according to `kind`, and
     `read_float32(start, stop)` what the file itself says, before it was brought into that form.
     Both are copies and raise `ModelError` for numbers that are not finite. `is_lossless`: they are
-    the same numbers.
+    the same numbers. `release(start, stop)` lets go of the memory of rows that were read.
     """
 
     name: str
@@ -62,6 +66,7 @@ class TensorView:
     read_rows: Callable[[int, int], TensorNumbers]
     read_float32: Callable[[int, int], Float32]
     is_lossless: bool = True
+    release: Callable[[int, int], None] = _nothing_to_release
 
     def read(self) -> TensorNumbers:
         """The whole tensor at once."""
@@ -92,6 +97,9 @@ def tensor_view(
     def rows_as_float32(start: int, stop: int) -> Float32:
         return read_float32(tensor, first_row + start, first_row + stop)
 
+    def release(start: int, stop: int) -> None:
+        tensor.release(first_row + start, first_row + stop)
+
     return TensorView(
         name,
         kind,
@@ -102,6 +110,7 @@ def tensor_view(
         rows_in_kind,
         rows_as_float32,
         is_lossless(tensor, kind),
+        release,
     )
 
 
@@ -116,7 +125,7 @@ class ModelDescription:
     source: str
     config: ModelConfig
     tensors: Mapping[str, TensorView]
-    vocabulary: Vocabulary
+    vocabulary: AnyVocabulary
     chat_template: str | None
 
 

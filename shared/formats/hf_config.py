@@ -41,13 +41,10 @@ def architecture_of(raw: Mapping[str, Any], source: str) -> Architecture:
     )
 
 
-def read_hf_config(
-    raw: Mapping[str, Any], source: str, *, eos_token_ids: tuple[int, ...] | None = None
-) -> ModelConfig:
+def read_hf_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     """The config of a model from the values of its config.json, whose name is `source`.
 
-    `eos_token_ids` are those of generation_config.json, if it has any. Raises `ModelError` naming
-    the key and the value that cannot be used.
+    Raises `ModelError` naming the key and the value that cannot be used.
     """
     architecture = architecture_of(raw, source)
     values = {**architecture.hf_defaults, **raw}
@@ -64,10 +61,7 @@ def read_hf_config(
     act = keys.optional(act_key, str) or "silu"
     if act not in ACTIVATIONS:
         raise keys.bad(f"{act_key} {act!r:.40} is not one of {', '.join(ACTIVATIONS)}")
-    if eos_token_ids is None:
-        eos_token_ids = _token_ids(keys, "eos_token_id")
     bos = _token_ids(keys, "bos_token_id")
-    # A null in the file is Hugging Face's way to say that there is none.
     options: Options = {
         **architecture.options,
         **architecture.hf_options(keys, num_layers),
@@ -89,11 +83,11 @@ def read_hf_config(
             max_position_embeddings=keys.required("max_position_embeddings", int),
             tie_word_embeddings=keys.optional("tie_word_embeddings", bool) or False,
             bos_token_id=bos[0] if bos else None,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=_token_ids(keys, "eos_token_id"),
             **options,
         )
     except ModelError as error:  # named a field; the file is known here
-        raise keys.bad(str(error)) from error
+        raise error if error.remedy else keys.bad(str(error)) from error
 
 
 def _refuse_unsupported(keys: Keys, architecture: Architecture) -> None:
@@ -193,7 +187,7 @@ def _scaling(keys: Keys, parameters: Keys) -> RopeScaling | None:
                     long_factors=tuple(parameters.items("long_factor", float) or ()),
                 )
     except ModelError as error:
-        raise keys.bad(str(error)) from error
+        raise error if error.remedy else keys.bad(str(error)) from error
     raise keys.bad(f"rope scaling {kind!r:.40} is not supported")
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from shared.errors import ModelError
 from shared.formats.architectures import (
     LAYER_TENSORS_GGUF,
     LAYER_TENSORS_HF,
@@ -25,14 +26,21 @@ from shared.formats.description import (
     EMBEDDING_TENSOR,
     FINAL_NORM_TENSOR,
     HEAD_TENSOR,
+    TensorView,
     is_vector,
     layer_tensor,
     layer_tensors,
     tensor_shapes,
+    tensor_view,
 )
+from shared.formats.keys import FILE_REMEDY
+from shared.formats.stored_tensor import StoredTensor
+from shared.kernel.matrix import Float32
 from shared.model.config import ModelConfig
+from shared.quant.blocks import Int4Blocks, Int8Blocks, TensorNumbers
 
 RowOrder = npt.NDArray[np.intp]
+FileFormat = Literal["hf", "gguf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +60,86 @@ class Place:
     offset: float = 0.0
 
 
+def place_tensors(
+    source: str,
+    architecture: Architecture,
+    config: ModelConfig,
+    file_format: FileFormat,
+    tensors: Mapping[str, StoredTensor],
+) -> dict[str, TensorView]:
+    """Views of a file's tensors by our keys. `source` is the file's name.
+
+    Raises `ModelError` for a tensor that is missing, left over, or of another shape or type than
+    the config asks for.
+    """
+    found = places(architecture, config, file_format)
+    sources = {place.source for place in found.values()}
+    if left_over := sorted(set(tensors) - sources):
+        raise ModelError(
+            f"{source}: tensor {left_over[0]!r:.80} has no place in a {architecture.name}",
+            remedy=FILE_REMEDY,
+        )
+    return {key: _view(source, key, place, tensors) for key, place in found.items()}
+
+
+def _view(source: str, key: str, place: Place, tensors: Mapping[str, StoredTensor]) -> TensorView:
+    tensor = tensors.get(place.source)
+    if tensor is None:
+        raise ModelError(f"{source}: tensor {place.source} is missing", remedy=FILE_REMEDY)
+    if tensor.shape != place.source_shape:
+        raise ModelError(
+            f"{source}: tensor {place.source} has shape {tensor.shape}, not {place.source_shape}",
+            remedy=FILE_REMEDY,
+        )
+    view = tensor_view(key, tensor, place.rows, place.cols, first_row=place.first_row)
+    if place.order is not None:
+        view = _ordered(view, place.order)
+    return _raised(view, place.offset) if place.offset else view
+
+
+def _raised(view: TensorView, offset: float) -> TensorView:
+    """A vector with `offset` added to each number."""
+
+    def read(start: int, stop: int) -> Float32:
+        return view.read_float32(start, stop) + np.float32(offset)
+
+    return replace(view, read_rows=read, read_float32=read)
+
+
+def _ordered(view: TensorView, order: RowOrder) -> TensorView:
+    """A view whose row i is row order[i]; of a vector, whose number i is number order[i]."""
+    if is_vector(view.name):
+
+        def read(start: int, stop: int) -> Float32:
+            values = view.read_float32(start, stop)
+            return values[:, order]
+
+        return replace(view, read_rows=read, read_float32=read)
+
+    def span(start: int, stop: int) -> tuple[int, int, RowOrder]:
+        wanted = order[start:stop]
+        first = int(wanted.min())
+        return first, int(wanted.max()) + 1, wanted - first
+
+    def read_rows(start: int, stop: int) -> TensorNumbers:
+        first, end, rows = span(start, stop)
+        match view.read_rows(first, end):
+            case Int4Blocks(scale, low, nibbles):
+                return Int4Blocks(scale[rows], low[rows], nibbles[rows])
+            case Int8Blocks(scale, q):
+                return Int8Blocks(scale[rows], q[rows])
+            case values:
+                return values[rows]
+
+    def read_float32(start: int, stop: int) -> Float32:
+        first, end, rows = span(start, stop)
+        return view.read_float32(first, end)[rows]
+
+    return replace(view, read_rows=read_rows, read_float32=read_float32)
+
+
 def places(
-    architecture: Architecture, config: ModelConfig, file_format: Literal["hf", "gguf"]
+    architecture: Architecture, config: ModelConfig, file_format: FileFormat
 ) -> dict[str, Place]:
     """Of every tensor that a model of this config has, by our key."""
     is_hf = file_format == "hf"

@@ -27,12 +27,15 @@ Bytes = npt.NDArray[np.uint8]
 Half = npt.NDArray[np.float16]
 
 
-def pack_int4(scale: Half, minimum: Half, nibbles: Bytes, chunk_rows: int) -> Bytes:
+def pack_int4(
+    scale: Half, minimum: Half, nibbles: Bytes, chunk_rows: int, *, out: Bytes | None = None
+) -> Bytes:
     """Chunks of an int4 matrix.
 
     scale and minimum are fp16 (R, G); nibbles is uint8 (R, G, 16), byte j of a group holding
-    element j low and element j + 16 high, as GGUF's Q4_0 and Q4_1 do. Returns uint8, aligned to 64.
-    Raises `ModelError` naming row and group for a scale or min that is not finite.
+    element j low and element j + 16 high, as GGUF's Q4_0 and Q4_1 do. Returns uint8, aligned to 64:
+    `out` if it is given, zeros of just the bytes that the chunks take. Raises `ModelError` naming
+    row and group for a scale or min that is not finite.
     """
     rows, groups = _check_shapes(scale, nibbles, 16)
     if minimum.shape != scale.shape:
@@ -40,7 +43,7 @@ def pack_int4(scale: Half, minimum: Half, nibbles: Bytes, chunk_rows: int) -> By
     check_finite("scale", scale)
     check_finite("min", minimum)
     cols = groups * GROUP
-    packed = aligned_zeros(matrix_bytes("int4", rows, cols, chunk_rows))
+    packed = _room(out, matrix_bytes("int4", rows, cols, chunk_rows))
     words = _words(nibbles)  # (R, G, 4)
     for first, blocks, out in _chunks_of(packed, "int4", rows, cols, chunk_rows):
         parts = out.view("<u4").reshape(blocks, groups, 5, BLOCK_ROWS)
@@ -52,12 +55,14 @@ def pack_int4(scale: Half, minimum: Half, nibbles: Bytes, chunk_rows: int) -> By
     return packed
 
 
-def pack_int8(scale: Half, q: npt.NDArray[np.int8], chunk_rows: int) -> Bytes:
+def pack_int8(
+    scale: Half, q: npt.NDArray[np.int8], chunk_rows: int, *, out: Bytes | None = None
+) -> Bytes:
     """Chunks of an int8 matrix: scale fp16 (R, G), q int8 (R, G, 32). Else as `pack_int4`."""
     rows, groups = _check_shapes(scale, q, GROUP)
     check_finite("scale", scale)
     cols = groups * GROUP
-    packed = aligned_zeros(matrix_bytes("int8", rows, cols, chunk_rows))
+    packed = _room(out, matrix_bytes("int8", rows, cols, chunk_rows))
     words = _words(q)  # (R, G, 8)
     scale_end = int8_scale_bytes(cols)
     for first, blocks, out in _chunks_of(packed, "int8", rows, cols, chunk_rows):
@@ -72,13 +77,18 @@ def pack_int8(scale: Half, q: npt.NDArray[np.int8], chunk_rows: int) -> Bytes:
     return packed
 
 
-def pack_blocks(blocks: Int4Blocks | Int8Blocks, chunk_rows: int) -> Bytes:
-    """Chunks of quantised rows. Raises as `pack_int4` does."""
+def pack_blocks(
+    blocks: Int4Blocks | Int8Blocks, chunk_rows: int, *, out: Bytes | None = None
+) -> Bytes:
+    """Chunks of quantised rows. `out` and what is raised as for `pack_int4`.
+
+    Whole chunks of a matrix may be packed one after the other, each into its part of the whole.
+    """
     match blocks:
         case Int4Blocks(scale, minimum, nibbles):
-            return pack_int4(scale, minimum, nibbles, chunk_rows)
+            return pack_int4(scale, minimum, nibbles, chunk_rows, out=out)
         case Int8Blocks(scale, q):
-            return pack_int8(scale, q, chunk_rows)
+            return pack_int8(scale, q, chunk_rows, out=out)
 
 
 def unpack_int4(packed: Bytes, rows: int, cols: int, chunk_rows: int) -> tuple[Half, Half, Bytes]:
@@ -115,6 +125,14 @@ def check_finite(what: str, values: Half) -> None:
     if bad.any():
         row, group = (int(i) for i in np.argwhere(bad)[0])
         raise ModelError(f"{what} at row {row}, group {group} is {values[row, group]}")
+
+
+def _room(out: Bytes | None, num_bytes: int) -> Bytes:
+    if out is None:
+        return aligned_zeros(num_bytes)
+    if out.nbytes != num_bytes:
+        raise KernelError(f"the chunks take {num_bytes} bytes, out has {out.nbytes}")
+    return out
 
 
 def _check_shapes(scale: Half, values: npt.NDArray[np.generic], width: int) -> tuple[int, int]:

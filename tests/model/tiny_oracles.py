@@ -14,9 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.gguf_files import byte_alphabet
 
 NUM_LAYERS = 4
-VOCAB = 96
+VOCAB = 288
 BASE: Mapping[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -100,11 +103,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         {**_rope(LONGROPE), "original_max_position_embeddings": 256},
     ),
+    "phi3, longrope, long": (
+        "Phi3Config",
+        {**_rope(LONGROPE), "original_max_position_embeddings": 64},
+    ),
     "phi3, partial rotation": (
         "Phi3Config",
         {**_rope({"rope_type": "default", "partial_rotary_factor": 0.75}), "sliding_window": None},
     ),
 }
+# The format has no word for how these scale attention: it is known by the size.
+GGUF_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2 by head": ("Gemma2Config", {"sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "gemma3 by head": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+}
+# transformers takes their long factors for long prompts alone; we, as llama.cpp, for all.
+LONG_VARIANTS = {"phi3, longrope, long"}
 
 
 @dataclass(frozen=True)
@@ -132,7 +157,8 @@ def make_oracle(variant: str) -> Oracle:
     """The random model of a variant; skips without torch and transformers."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    class_name, changes = VARIANTS[variant]
+    transformers.utils.logging.disable_progress_bar()
+    class_name, changes = (VARIANTS | GGUF_VARIANTS)[variant]
     config = getattr(transformers, class_name)(**{**BASE, **changes})
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -151,9 +177,24 @@ def _saved_config(model: Any) -> dict[str, Any]:
 
 
 def save_folder(oracle: Oracle, folder: Path) -> Path:
-    """As transformers writes it: config.json and safetensors."""
+    """As transformers writes it: config.json and safetensors; and a tokenizer of bytes."""
     oracle.model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(byte_tokenizer())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    )
     return folder
+
+
+def byte_tokenizer() -> str:
+    """A tokenizer.json whose tokens are <pad>, <s>, </s> and the 256 bytes."""
+    pieces = ["<pad>", "<s>", "</s>", *byte_alphabet()]
+    model = models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(pieces[:3])
+    return str(tokenizer.to_str())
 
 
 def prompt(num_tokens: int, seed: int = 0) -> np.ndarray:

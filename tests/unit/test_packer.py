@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from services.loader.packed import MANIFEST_FILE, PackedModel, open_packed
-from services.loader.packer import PackOptions, pack_shards, rope_tables, short_name
+from services.loader.packer import PackOptions, pack_shards, short_name
 from shared.errors import ConfigError, ModelError, ShardError
 from shared.formats.description import Int4Blocks, Int8Blocks, layer_tensor
 from shared.formats.gguf import read_gguf
@@ -298,7 +298,7 @@ def test_a_bad_model_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_tables_of_other_sizes_follow_the_config(packed: PackedModel) -> None:
     config = ModelConfig.from_dict(packed.manifest.config)
 
-    cos, sin = rope_tables(replace(config, max_position_embeddings=3))
+    cos, sin = replace(config, max_position_embeddings=3).rope_tables().values()
 
     assert cos.shape == sin.shape == (3, 8)
     assert cos.dtype == np.float32
