@@ -263,11 +263,11 @@ def _open(
 
     if arithmetic is Arithmetic.FLOAT:
         from services.loader.pull import resolve_model
-        from shared.formats.gguf import read_gguf
+        from shared.formats.model import read_model
 
         with StageBar() as bar:
             path = resolve_model(model, config.cache_dir, progress=bar.show)
-        description = read_gguf(path)
+        description = read_model(path)
         tokenizer = Tokenizer.from_vocabulary(description.vocabulary)
         stages = FloatStages(description.config, description.tensors)
         return stages, tokenizer, None, description.source
