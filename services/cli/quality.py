@@ -168,7 +168,7 @@ def quantize(
     from services.quality.tensors import Method
 
     config = load_config(quiet=True)
-    usual = Method.SYMMETRIC if bits == 8 else Method.SEARCH
+    usual = Method.SYMMETRIC if bits == 8 and not calibrate else Method.SEARCH
     if method and method not in set(Method):
         raise ConfigError(f"--method must be one of {', '.join(Method)}, got {method!r:.40}")
     options = QuantizeOptions(

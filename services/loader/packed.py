@@ -144,9 +144,7 @@ def open_model(
     return packed
 
 
-def _pack_into(
-    folder: Path, model: Path, options: PackOptions, progress: StageProgress
-) -> None:
+def _pack_into(folder: Path, model: Path, options: PackOptions, progress: StageProgress) -> None:
     description = read_model(model)
     files = model_files(model)
     source_sha256 = files_sha256(files)

@@ -5,7 +5,7 @@ R rows, C cols.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,13 +26,18 @@ from shared.formats.reading import read_float32
 from shared.formats.stored_tensor import StoredTensor
 from shared.kernel.matrix import Float32
 from shared.quant.blocks import Int4Blocks, Int8Blocks
-from shared.quant.feedback import FitGroups, conditional_factor, round_with_feedback
+from shared.quant.feedback import (
+    conditional_factor,
+    round_int8_with_feedback,
+    round_with_feedback,
+)
 from shared.quant.nearest import quantize_int4_affine, quantize_int4_symmetric, quantize_int8
 from shared.quant.search import fit_affine, fit_symmetric, search_affine, search_symmetric
 
 Float64 = npt.NDArray[np.float64]
 Blocks = Int4Blocks | Int8Blocks
 
+PART_ROWS = 256  # of a matrix are one thread's work
 SLICE_WEIGHTS = 1 << 24  # of a tensor are worked on at a time: 64 MiB in binary32
 
 
@@ -50,6 +55,7 @@ TYPES: dict[tuple[int, Method], tuple[str, ...]] = {
     (4, Method.RANGE): ("Q4_1", "Q8_0"),
     (4, Method.SEARCH): ("Q4_1", "Q4_0", "Q8_0"),
     (8, Method.SYMMETRIC): ("Q8_0",),
+    (8, Method.SEARCH): ("Q8_0",),
 }
 
 
@@ -127,7 +133,9 @@ class Quantizer:
         Raises `ModelError` for weights that the type cannot hold.
         """
         if type_name == "Q8_0":
-            return quantize_int8(weights)
+            if self.method is Method.SEARCH and factor is not None:
+                return self._in_parts(weights, lambda w: round_int8_with_feedback(w, factor))
+            return quantize_int8(weights)  # the largest weight sets the scale: no other is better
         if self.method is Method.SYMMETRIC:
             return quantize_int4_symmetric(weights)
         if self.method is Method.RANGE:
@@ -136,35 +144,28 @@ class Quantizer:
         if factor is None:
             search = search_affine if is_affine else search_symmetric
             return search(weights, num_threads=self.num_threads)
-        return self._with_feedback(weights, factor, fit_affine if is_affine else fit_symmetric)
+        fit = fit_affine if is_affine else fit_symmetric
+        return self._in_parts(weights, lambda rows: round_with_feedback(rows, factor, fit))
 
-    def uses_moments(self, type_name: str) -> bool:
-        return self.method is Method.SEARCH and type_name != "Q8_0"
-
-    def _with_feedback(self, weights: Float32, factor: Float64, fit: FitGroups) -> Int4Blocks:
-        parts = np.array_split(weights, min(self.num_threads, len(weights)))
+    def _in_parts(self, weights: Float32, make: Callable[[Float32], Blocks]) -> Blocks:
+        # Parts of one size on any number of threads: BLAS sums in another order for another size.
+        parts = [weights[at : at + PART_ROWS] for at in range(0, len(weights), PART_ROWS)]
         with ThreadPoolExecutor(self.num_threads) as pool:
-            made = list(pool.map(lambda rows: round_with_feedback(rows, factor, fit), parts))
-        return join_int4(made)
+            return join(list(pool.map(make, parts)))
 
 
-def join_int4(parts: list[Int4Blocks]) -> Int4Blocks:
-    """Rows one below the other."""
-    return Int4Blocks(
-        np.concatenate([part.scale for part in parts]),
-        np.concatenate([part.min for part in parts]),
-        np.concatenate([part.nibbles for part in parts]),
-    )
-
-
-def join(parts: list[Blocks]) -> Blocks:
+def join(parts: Sequence[Blocks]) -> Blocks:
     """Rows one below the other, all of one kind."""
-    ints4 = [part for part in parts if isinstance(part, Int4Blocks)]
-    if ints4:
-        return join_int4(ints4)
-    ints8 = [part for part in parts if isinstance(part, Int8Blocks)]
+    int4 = [part for part in parts if isinstance(part, Int4Blocks)]
+    if int4:
+        return Int4Blocks(
+            np.concatenate([part.scale for part in int4]),
+            np.concatenate([part.min for part in int4]),
+            np.concatenate([part.nibbles for part in int4]),
+        )
+    int8 = [part for part in parts if isinstance(part, Int8Blocks)]
     return Int8Blocks(
-        np.concatenate([part.scale for part in ints8]), np.concatenate([part.q for part in ints8])
+        np.concatenate([part.scale for part in int8]), np.concatenate([part.q for part in int8])
     )
 
 
@@ -175,7 +176,7 @@ def quantize_stored(
     made: list[Blocks] = []
     error = power = 0.0
     factor = None
-    if moments is not None and quantizer.uses_moments(type_name):
+    if moments is not None and quantizer.method is Method.SEARCH:
         factor = conditional_factor(moments)
     for rows in row_slices(matrix.stored):
         weights = read_float32(matrix.stored, rows.start, rows.stop)

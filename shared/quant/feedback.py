@@ -19,9 +19,10 @@ import numpy.typing as npt
 from shared.errors import ModelError
 from shared.kernel.chunks import GROUP
 from shared.kernel.matrix import Float32
-from shared.quant.blocks import Int4Blocks
+from shared.quant.blocks import Int4Blocks, Int8Blocks
 from shared.quant.nearest import nibbles_of
-from shared.quant.search import Fit, check_weights, rounded
+from shared.quant.pack import Half
+from shared.quant.search import Fit, check_weights
 
 # Of the mean of H's diagonal, added to it: what a text never showed must not be free to change.
 DAMPING = 0.01
@@ -60,6 +61,26 @@ def round_with_feedback(weights: Float32, factor: Float64, fit: FitGroups) -> In
     `factor` is `conditional_factor`'s, `fit` one of `shared.quant.search`'s. Rows do not depend on
     each other. Raises `ModelError` for weights that fp16 cannot hold.
     """
+    scale, minimum, q = _round_columns(weights, factor, fit, low=0, high=15)
+    return Int4Blocks(scale, minimum, nibbles_of(q))
+
+
+def round_int8_with_feedback(weights: Float32, factor: Float64) -> Int8Blocks:
+    """The same to int8, with scale = max|w| / 127 of what a group is when its turn comes."""
+    scale, _, q = _round_columns(weights, factor, _fit_int8, low=-127, high=127)
+    return Int8Blocks(scale, q)
+
+
+def _fit_int8(groups: Float32, importance: Float32 | None) -> Fit:
+    largest = np.abs(groups).max(axis=1)
+    scale = (largest / np.float32(127)).astype(np.float16).astype(np.float32)
+    return scale, np.zeros_like(scale)
+
+
+def _round_columns(
+    weights: Float32, factor: Float64, fit: FitGroups, *, low: int, high: int
+) -> tuple[Half, Half, npt.NDArray[np.int8]]:
+    """scale and min fp16 (R, G), q int8 (R, G, 32)."""
     check_weights(weights)
     rows, cols = weights.shape
     groups = cols // GROUP
@@ -68,24 +89,28 @@ def round_with_feedback(weights: Float32, factor: Float64, fit: FitGroups) -> In
     cost = (1.0 / np.diagonal(factor) ** 2).astype(np.float32)
     scale = np.empty((groups, rows), np.float32)
     minimum = np.empty((groups, rows), np.float32)
-    q = np.empty((rows, cols), np.float32)
+    q = np.empty((rows, cols), np.int8)
     errors = np.empty((rows, GROUP), np.float32)
     for group in range(groups):
         start, stop = group * GROUP, (group + 1) * GROUP
         here = np.ascontiguousarray(left[:, start:stop])
         importance = cost[start:stop] / cost[start:stop].mean()
         scale[group], minimum[group] = fit(here, np.broadcast_to(importance, here.shape))
+        inverse = np.divide(
+            1, scale[group], out=np.zeros(rows, np.float32), where=scale[group] != 0
+        )
         for j in range(GROUP):
             column = here[:, j]
-            q[:, start + j] = rounded(column[:, None], scale[group], minimum[group])[:, 0]
-            kept = q[:, start + j] * scale[group] + minimum[group]
+            nearest = np.clip(np.rint((column - minimum[group]) * inverse), low, high)
+            q[:, start + j] = nearest
+            kept = nearest * scale[group] + minimum[group]
             errors[:, j] = (column - kept) / upper[start + j, start + j]
             here[:, j + 1 :] -= np.outer(errors[:, j], upper[start + j, start + j + 1 : stop])
         left[:, stop:] -= errors @ upper[start:stop, stop:]
-    return Int4Blocks(
+    return (
         np.ascontiguousarray(scale.T, np.float16),
         np.ascontiguousarray(minimum.T, np.float16),
-        nibbles_of(q.astype(np.int8).reshape(rows, groups, GROUP)),
+        q.reshape(rows, groups, GROUP),
     )
 
 
