@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from shared.topology import Layout
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="A catalog name (smollm2-135m) or a path to a .gguf file.")
+    str,
+    typer.Argument(
+        help="A catalog name (smollm2-135m), or a path to a .gguf file or a Hugging Face folder."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -39,7 +42,7 @@ def pull(model: ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> None:
 
     config = load_config()
     with StageBar() as bar:
-        path = resolve_model(model, config.cache_dir, progress=bar.show)
+        path = resolve_model(model, config.cache_dir, progress=bar.show, refresh=True)
     typer.echo(json.dumps({"model": model, "path": str(path)}) if as_json else str(path))
 
 

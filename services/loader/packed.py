@@ -15,21 +15,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from services.loader.packer import PackOptions, build_manifest, pack_shards, short_name
-from services.loader.pull import (
-    StageProgress,
-    files_sha256,
-    is_path,
-    no_progress,
-    only_one,
-    resolve_model,
-)
+from services.loader.files import StageProgress, files_sha256, no_progress, only_one
+from services.loader.packer import PackOptions, build_manifest, pack_shards
+from services.loader.pull import is_path, resolve_model
 from services.loader.tensors import RepackingError
 from shared.errors import ModelError, ShardError
 from shared.formats.folder import folder_name
 from shared.formats.model import model_files, read_model
 from shared.manifest import MAX_SEGMENT_BYTES, Manifest, ShardEntry
-from shared.model_names import is_called
+from shared.model_names import is_called, short_name
 
 # Part of a packing's key: raise it whenever the same file would give other bytes than before.
 PACKING_VERSION = 2
@@ -148,7 +142,7 @@ def _pack_into(folder: Path, model: Path, options: PackOptions, progress: StageP
     description = read_model(model)
     files = model_files(model)
     source_sha256 = files_sha256(files)
-    # Shards are about as large as what they are made of; the bar ends with the last one.
+    # Shards are at most about as large as what they are made of; the bar ends with the last one.
     total = sum(path.stat().st_size for path in files)
     entries: list[ShardEntry] = []
     errors: list[RepackingError] = []
@@ -160,6 +154,7 @@ def _pack_into(folder: Path, model: Path, options: PackOptions, progress: StageP
         errors += shard.errors
         done += shard.entry.num_bytes
         progress("pack", min(done, total), total)
+    progress("pack", total, total)
     manifest = build_manifest(
         description, options, entries, source_sha256=source_sha256, errors=errors
     )

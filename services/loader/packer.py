@@ -7,10 +7,8 @@ the chunks; `shared.manifest` says what shards and segments are.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 from typing import assert_never
 
 import numpy as np
@@ -47,11 +45,11 @@ from shared.manifest import (
     manifest_digest,
 )
 from shared.model.config import ModelConfig
+from shared.model_names import short_name
 from shared.text.document import write_text_document
 from shared.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_CONTEXT = 32_768
-MAX_NAME_CHARS = 48
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -131,13 +129,6 @@ def build_manifest(
     return Manifest(
         model_id, config, tuple(shards), description.source, source_sha256, summed(errors)
     )
-
-
-def short_name(source: str) -> str:
-    """A file's name as queue names and keys can carry it: [a-z0-9._-], at most 48 characters."""
-    stem = PurePath(source).name.lower().removesuffix(".gguf")
-    name = re.sub(r"[^a-z0-9._-]+", "-", stem).strip("-._")
-    return name[:MAX_NAME_CHARS] or "model"
 
 
 def _rope_shard(config: ModelConfig) -> PackedShard:

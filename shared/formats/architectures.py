@@ -1,13 +1,13 @@
 """One description per architecture: what its files call things, and which options it has.
 
 The kernel knows none of these names: it gets sizes and options (`shared/model/config.py`). What a
-description does not say is common to all: the tables below.
-
-n number of layers.
+description does not say is common to all: the tables below. Longer than other modules: the
+descriptions stand side by side.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,8 +16,8 @@ from shared.formats.keys import Keys
 
 Options = dict[str, Any]  # fields of ModelConfig
 
-# Our tensor -> where it lies in a layer of a Hugging Face folder, and in one of a GGUF file. Several
-# of ours in one place lie there one below the other, in this order.
+# Our tensor -> where it lies in a layer of a Hugging Face folder, and in one of a GGUF file.
+# Several of ours in one place lie there one below the other, in this order.
 LAYER_TENSORS_HF = {
     "input_layernorm": "input_layernorm.weight",
     "q_proj": "self_attn.q_proj.weight",
@@ -167,7 +167,7 @@ def _gemma_hf(keys: Keys, num_layers: int) -> Options:
     layers = _hf_layer_types(keys, num_layers, _not_every(keys, num_layers, step))
     return {
         **sliding(keys.required("sliding_window", int), layers),
-        "embedding_scale": float(keys.required("hidden_size", int)) ** 0.5,
+        "embedding_scale": _root(keys.required("hidden_size", int)),
         "attention_scale": _inverse_root(keys, keys.required("query_pre_attn_scalar", float)),
         "logit_softcap": keys.optional("final_logit_softcapping", float),
     }
@@ -179,9 +179,8 @@ def _gemma2_hf(keys: Keys, num_layers: int) -> Options:
 
 
 def _gemma_gguf(keys: Keys, num_layers: int) -> Options:
-    hidden = keys.required("embedding_length", int)
     return {
-        "embedding_scale": float(hidden) ** 0.5 if hidden > 0 else 0.0,
+        "embedding_scale": _root(keys.required("embedding_length", int)),
         "logit_softcap": keys.optional("final_logit_softcapping", float),
     }
 
@@ -222,10 +221,14 @@ def _gemma3_gguf(keys: Keys, num_layers: int) -> Options:
     }
 
 
+def _root(width: int) -> float:
+    return math.sqrt(width) if 0 < width < 2**31 else 0.0  # the width itself is refused
+
+
 def _inverse_root(keys: Keys, scalar: float) -> float:
     if not scalar > 0:
         raise keys.bad(f"attention cannot be scaled by the root of {scalar!r}")
-    return scalar**-0.5
+    return float(scalar**-0.5)
 
 
 _GEMMA_HF_TENSORS = {

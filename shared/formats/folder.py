@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a `ModelDescription`: config.json, safetensors, tokenizer, chat template.
+"""A Hugging Face folder as a `ModelDescription`: config, safetensors, tokenizer, chat template.
 
 Knows no chunk layout. What the kernel could not run exactly is refused by name before a tensor is
 read: other architectures, other quantisations, experts, tensors that are missing or left over.
@@ -62,7 +62,7 @@ def read_folder(folder: Path) -> ModelDescription:
 
 
 def folder_files(folder: Path) -> list[Path]:
-    """The files that a description is made of, config first. Raises `ModelError` as `open_folder`."""
+    """The files that a description is made of, config first. Raises as `open_folder` does."""
     text = [folder / name for name in (CONFIG_FILE, *TEXT_FILES)]
     return [*(path for path in text if path.is_file()), *open_folder(folder).files]
 

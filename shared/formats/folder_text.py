@@ -190,6 +190,10 @@ def _default_of(name: str, source: Any) -> str:
 
 
 def read_json(folder: Path, name: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any] | None:
+    """The object in a file of a folder; None if there is none.
+
+    Raises `ModelError` for one that is too large or no JSON object.
+    """
     raw = _read(folder, name, max_bytes)
     if raw is None:
         return None

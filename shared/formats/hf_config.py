@@ -1,6 +1,6 @@
 """Hugging Face's config.json as a `ModelConfig`. Knows no tensor and no file.
 
-Keys: https://huggingface.co/docs/transformers/main/en/main_classes/configuration. The keys of before
+Keys: https://huggingface.co/docs/transformers/main/en/main_classes/configuration. Those of before
 version 5 (`rope_theta`, `rope_scaling`) and those since (`rope_parameters`) are read alike.
 """
 
@@ -15,6 +15,7 @@ from shared.formats.keys import Keys
 from shared.model.config import ModelConfig
 from shared.model.rope import RopeScaling, longrope_attention_factor, yarn_attention_factor
 
+MAX_LAYERS = 1 << 12
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # What a dense decoder has not, by keys that tell of it.
 _REFUSED_COUNTS = {
@@ -28,9 +29,10 @@ _REFUSED_COUNTS = {
 
 def architecture_of(raw: Mapping[str, Any], source: str) -> Architecture:
     """The architecture that a config.json names; raises `ModelError` for one that is not there."""
-    classes = Keys(source, "key", raw).items("architectures", str)
+    keys = Keys(source, "key", raw)
+    classes = keys.items("architectures", str)
     if not classes:
-        raise ModelError(f"{source}: key architectures is missing")
+        raise keys.bad("key architectures is missing")
     for name in classes:
         if name in BY_HF_CLASS:
             return BY_HF_CLASS[name]
@@ -51,7 +53,7 @@ def read_hf_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     keys = Keys(source, "key", values, whole_floats=True)
     _refuse_unsupported(keys, architecture)
     num_layers = keys.required("num_hidden_layers", int)
-    if not 1 <= num_layers <= 1 << 16:  # before a loop over them
+    if not 1 <= num_layers <= MAX_LAYERS:  # before a loop over them
         raise keys.bad(f"num_hidden_layers is {num_layers}")
     hidden, heads = keys.required("hidden_size", int), keys.required("num_attention_heads", int)
     if heads < 1:
@@ -132,6 +134,8 @@ def _rope_options(keys: Keys, head_dim: int) -> Options:
     part = parameters.optional("partial_rotary_factor", float) if parameters else None
     part = part or keys.optional("partial_rotary_factor", float)
     if part is not None and part != 1.0:
+        if not 0 < part < 1:
+            raise keys.bad(f"partial_rotary_factor must be over 0 and at most 1, got {part!r}")
         options["rope_dim"] = int(head_dim * part)
     if parameters is not None and (scaling := _scaling(keys, parameters)) is not None:
         options["rope_scaling"] = scaling
@@ -158,6 +162,8 @@ def _scaling(keys: Keys, parameters: Keys) -> RopeScaling | None:
     original = parameters.optional("original_max_position_embeddings", int)
     original = original or keys.optional("original_max_position_embeddings", int)
     positions = keys.required("max_position_embeddings", int)
+    if not 1 <= positions < 2**31:
+        raise keys.bad(f"max_position_embeddings is {positions!r:.40}")
     original = original or positions
     attention = parameters.optional("attention_factor", float)
     try:
@@ -198,9 +204,10 @@ def _yarn(parameters: Keys, original: int, attention: float | None) -> RopeScali
         all_dim = parameters.optional("mscale_all_dim", float)
         attention = yarn_attention_factor(factor)
         if mscale and all_dim:
-            attention = yarn_attention_factor(factor, mscale) / yarn_attention_factor(
-                factor, all_dim
-            )
+            whole = yarn_attention_factor(factor, all_dim)
+            if not whole > 0:
+                raise parameters.bad(f"{parameters.prefix}mscale_all_dim is {all_dim!r}")
+            attention = yarn_attention_factor(factor, mscale) / whole
     truncate = parameters.optional("truncate", bool)
     return RopeScaling(
         "yarn",

@@ -36,8 +36,8 @@ class Keys:
     def optional(self, key: str, kind: type[T]) -> T | None:
         """None when the key is missing or null. Raises `ModelError` for another type."""
         value = self.values.get(self.prefix + key)
-        if kind is float and self.whole_floats and type(value) is int:
-            value = float(value) if abs(value) < 2**53 else None
+        if kind is float and self.whole_floats and type(value) is int and abs(value) < 2**53:
+            value = float(value)
         # type(), not isinstance: bool passes for int, and an array of per-layer sizes for neither.
         if value is not None and type(value) is not kind:
             raise self.bad(
@@ -46,12 +46,12 @@ class Keys:
         return value
 
     def items(self, key: str, kind: type[T]) -> list[T] | None:
-        """The list under a key, None when it is missing; raises `ModelError` unless all of `kind`."""
+        """The list under a key, None when it is missing; `ModelError` unless all are of `kind`."""
         value = self.values.get(self.prefix + key)
         if value is None:
             return None
         if kind is float and self.whole_floats and isinstance(value, list):
-            value = [float(item) if type(item) is int else item for item in value]
+            value = [float(v) if type(v) is int and abs(v) < 2**53 else v for v in value]
         if not isinstance(value, list) or any(type(item) is not kind for item in value):
             raise self.bad(f"{self.word} {self.prefix}{key} must be an array of {kind.__name__}")
         return value

@@ -11,7 +11,10 @@ from shared.formats.gguf import read_gguf
 
 
 def read_model(path: Path) -> ModelDescription:
-    """Describe a Hugging Face folder or a GGUF file. Raises `ModelError` naming what cannot be used."""
+    """Describe a Hugging Face folder or a GGUF file.
+
+    Raises `ModelError` naming what cannot be used.
+    """
     if path.is_dir():
         return read_folder(path)
     if path.suffix.lower() == ".safetensors":

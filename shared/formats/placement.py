@@ -184,8 +184,8 @@ def places(
 def rotated_rows(config: ModelConfig) -> dict[str, RowOrder]:
     """The order of the rows of q and k, and of what goes with them, where a part of a head rotates.
 
-    A file pairs i with i + rope_dim/2; the kernel pairs i with i + hd/2, so that the pairs that turn
-    come first. Scores do not change when q and k are ordered alike.
+    A file pairs i with i + rope_dim/2; the kernel pairs i with i + hd/2, those that turn first.
+    Scores do not change when q and k are ordered alike.
     """
     if config.rope_dim in (None, config.head_dim) or config.rope_pairing != "half":
         return {}
@@ -202,7 +202,8 @@ def rotated_rows(config: ModelConfig) -> dict[str, RowOrder]:
     )
 
     def heads(count: int) -> RowOrder:
-        return (np.arange(count)[:, None] * config.head_dim + head).reshape(-1)
+        rows: RowOrder = np.arange(count)[:, None] * config.head_dim + head
+        return rows.reshape(-1)
 
     q, k = heads(config.num_attention_heads), heads(config.num_key_value_heads)
     return {

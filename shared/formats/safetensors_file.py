@@ -92,6 +92,11 @@ def open_folder(folder: Path) -> SafetensorsFolder:
     return SafetensorsFolder(folder, open_safetensors(_inside(folder, file)), (folder / file,))
 
 
+def shard_names(folder: Path) -> list[str]:
+    """The files that a folder's index lists, each a plain name. Raises `ModelError` for others."""
+    return sorted(set(_read_index(folder / INDEX_FILE).values()))
+
+
 def _open_indexed(folder: Path, weight_map: dict[str, str]) -> SafetensorsFolder:
     names = sorted(set(weight_map.values()))
     paths = {name: _inside(folder, name) for name in names}

@@ -33,6 +33,7 @@ SOURCES = (
     "attend_avx512",
     "block_avx2",
     "block_avx512",
+    "pairs_avx512",
     "block_amx",
     "block_neon",
 )

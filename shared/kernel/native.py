@@ -1,7 +1,8 @@
 """Calls the C kernel: builds its structs, gives it memory, turns its codes into errors.
 
 One call runs a whole layer group for a whole batch, with the GIL released. Importing this module
-raises ImportError when the kernel was not built (python -m shared.kernel.build).
+raises ImportError when the kernel was not built (python -m shared.kernel.build). Longer than other
+modules: every function of C that Python calls is called here.
 """
 
 from __future__ import annotations
@@ -91,7 +92,10 @@ class NativeGroup:
                 if (vector := getattr(layer, name)) is not None:
                     setattr(c_layer, name, _floats(vector))
             if layer.rope is not None:
-                c_layer.rope_cos, c_layer.rope_sin = _floats(layer.rope.cos), _floats(layer.rope.sin)
+                c_layer.rope_cos, c_layer.rope_sin = (
+                    _floats(layer.rope.cos),
+                    _floats(layer.rope.sin),
+                )
             c_layer.window = layer.window
         self._group = self._make_group()
         self._embedding = _matrix_or_none(weights.embedding)

@@ -46,9 +46,9 @@ class RopeTables:
 class LayerWeights:
     """One decoder layer; norms are (D,), those of heads (hd,).
 
-    `rope` is None in a layer that does not rotate. With a `window` a row sees so many positions, its
-    own among them; with 0, all before it. Of biases, head norms and norms of what is added a layer
-    has all or none.
+    `rope` is None in a layer that does not rotate. With a `window` a row sees so many positions,
+    its own among them; with 0, all before it. Of biases, head norms and norms of what is added a
+    layer has all or none.
     """
 
     input_norm: Float32

@@ -91,6 +91,10 @@ class ModelConfig:
             )
         if self.rope_pairing not in ("interleaved", "half"):
             raise ModelError(f"rope_pairing must be interleaved or half, got {self.rope_pairing!r}")
+        for name in ("rope_theta", "local_rope_theta"):
+            theta = getattr(self, name)
+            if theta is not None and not 1 < theta < 1e18:
+                raise ModelError(f"{name} must be over 1 and below 1e18, got {theta!r}")
         if self.activation not in ("silu", "gelu_tanh"):
             raise ModelError(f"activation must be silu or gelu_tanh, got {self.activation!r:.40}")
         for name in ("sliding_layers", "rope_free_layers"):
@@ -140,14 +144,15 @@ class ModelConfig:
     def has_local_rope(self) -> bool:
         return self.local_rope_theta is not None
 
-    def rope_tables(self) -> dict[str, npt.NDArray[np.float32]]:
+    def rope_tables(self, rows: range | None = None) -> dict[str, npt.NDArray[np.float32]]:
         """Tables (max_position_embeddings, head_dim/2) by name: cos, sin, and those of sliding
-        layers, if they have their own."""
+        layers, if they have their own. With `rows` of these positions alone."""
         tables = {
             "": rope_tables(
                 self.rope_theta,
                 self.head_dim,
                 self.max_position_embeddings,
+                rows=rows,
                 rope_dim=self.rope_dim,
                 scaling=self.rope_scaling,
             )
@@ -157,6 +162,7 @@ class ModelConfig:
                 self.local_rope_theta,
                 self.head_dim,
                 self.max_position_embeddings,
+                rows=rows,
                 rope_dim=self.rope_dim,
             )
         return {

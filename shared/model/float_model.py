@@ -1,7 +1,7 @@
 """The forward pass of a dense decoder with unquantised binary32 weights, in the order of the paper.
 
-What a model would say were nothing rounded but binary32 itself: the reference that quantised models
-are measured against, and the bridge to other implementations. Its bits depend on NumPy's BLAS, so it
+What a model would say if its weights and activations were not quantised: what quantised models are
+measured against, and the bridge to other implementations. Its bits depend on NumPy's BLAS, so it
 serves nobody tokens. Knows no file format, page or chunk: weights come by their name.
 
 T new tokens, S cached + new, D hidden_size, H heads, K kv heads, hd head_dim, V vocab_size.
@@ -69,8 +69,9 @@ class FloatModel:
         self.config = config
         self._read = read
         self._kept: dict[str, Float32] | None = {} if keep_weights else None
-        self._tables = config.rope_tables()
         self._observe = observe
+        self._tables: dict[str, Float32] = {}  # rope, of the rows below
+        self._table_rows = range(0)
 
     def new_cache(self) -> FloatCache:
         return FloatCache(self.config.num_hidden_layers)
@@ -188,9 +189,10 @@ class FloatModel:
         prefix = self.config.rope_of(index)
         if prefix is None:
             return x
-        rows = slice(start, start + len(x))
-        cos = self._tables[f"{prefix}cos"][rows, None]
-        sin = self._tables[f"{prefix}sin"][rows, None]
+        rows = range(start, start + len(x))
+        if rows != self._table_rows:  # those of every position would be most of a small model
+            self._tables, self._table_rows = self.config.rope_tables(rows), rows
+        cos, sin = self._tables[f"{prefix}cos"][:, None], self._tables[f"{prefix}sin"][:, None]
         half = self.config.head_dim // 2
         is_half = self.config.rope_pairing == "half"
         first = slice(0, half) if is_half else slice(0, None, 2)

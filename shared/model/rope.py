@@ -19,6 +19,7 @@ from shared.errors import ModelError
 RopeKind = Literal["linear", "llama3", "yarn", "longrope", "factors"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("linear", "llama3", "yarn", "longrope", "factors")
 MAX_FACTORS = 1 << 12  # pairs of a head
+LEAST, MOST = 1e-6, 1e9  # of numbers that scale; outside, tables could not be binary32
 
 Float64 = npt.NDArray[np.float64]
 
@@ -57,7 +58,7 @@ class RopeScaling:
                 f"rope scaling {self.kind!r:.40} is not one of {', '.join(ROPE_KINDS)}"
             )
         for name in ("factor", "attention_factor", "low_freq_factor", "beta_fast", "beta_slow"):
-            _require_positive(f"rope scaling: {name}", getattr(self, name))
+            _require_plausible(f"rope scaling: {name}", getattr(self, name))
         if self.kind in ("llama3", "yarn", "longrope"):
             original = self.original_max_position_embeddings
             if type(original) is not int or not 1 <= original < 2**31:
@@ -77,7 +78,7 @@ class RopeScaling:
             if len(values) > MAX_FACTORS:
                 raise ModelError(f"rope scaling: {name} has {len(values)} entries")
             for value in values:
-                _require_positive(f"rope scaling: {name}", value)
+                _require_plausible(f"rope scaling: {name}", value)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> RopeScaling:
@@ -108,7 +109,7 @@ class RopeScaling:
         """The frequencies (n,) of the pairs, from those of the base."""
         match self.kind:
             case "linear":
-                return inverse / self.factor
+                return np.asarray(inverse / self.factor)
             case "llama3":
                 return self._by_wavelength(inverse)
             case "yarn":
@@ -116,9 +117,9 @@ class RopeScaling:
             case "longrope":
                 is_long = num_positions > self.original_max_position_embeddings
                 factors = self.long_factors if is_long else self.short_factors
-                return inverse / np.array(factors or self.short_factors)
+                return np.asarray(inverse / np.array(factors or self.short_factors))
             case "factors":
-                return inverse / np.array(self.short_factors)
+                return np.asarray(inverse / np.array(self.short_factors))
 
     def _by_wavelength(self, inverse: Float64) -> Float64:
         wavelengths = self.original_max_position_embeddings * inverse / (2 * math.pi)  # turns
@@ -154,7 +155,9 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 
 def longrope_attention_factor(factor: float, original: int) -> float:
     """sqrt(1 + ln(factor) / ln(original length)); 1 where nothing is stretched."""
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if factor <= 1 or original <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def rope_tables(
@@ -162,10 +165,12 @@ def rope_tables(
     head_dim: int,
     num_positions: int,
     *,
+    rows: range | None = None,
     rope_dim: int | None = None,
     scaling: RopeScaling | None = None,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin, float32 (P, hd/2): made in binary64, then rounded.
+    """cos and sin, float32 (P, hd/2): made in binary64, then rounded. With `rows`, those rows alone
+    of tables that have `num_positions`.
 
     Angle of pair i at position p: p * theta ** (-2i / rope_dim) (RoFormer, 3.2.2). With a
     `rope_dim` below head_dim only the first rope_dim/2 pairs turn; the others have cos 1, sin 0.
@@ -177,15 +182,16 @@ def rope_tables(
     if scaling is not None:
         inverse = scaling.scaled(inverse, theta, num_positions)
         length = scaling.attention_factor
-    angles = np.outer(np.arange(num_positions, dtype=np.float64), inverse)
-    cos = np.ones((num_positions, head_dim // 2), np.float32)
+    positions = np.array(range(num_positions) if rows is None else rows, np.float64)
+    angles = np.outer(positions, inverse)
+    cos = np.ones((len(positions), head_dim // 2), np.float32)
     sin = np.zeros_like(cos)
     cos[:, : len(inverse)] = length * np.cos(angles)
     sin[:, : len(inverse)] = length * np.sin(angles)
     return cos, sin
 
 
-def _require_positive(what: str, value: object) -> None:
+def _require_plausible(what: str, value: object) -> None:
     # bool is an int to Python; a config file may hold anything.
-    if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):  # type: ignore[arg-type, operator]
-        raise ModelError(f"{what} must be positive and finite, got {value!r:.40}")
+    if not (isinstance(value, int | float) and type(value) is not bool and LEAST <= value <= MOST):
+        raise ModelError(f"{what} must lie in {LEAST:g}..{MOST:g}, got {value!r:.40}")

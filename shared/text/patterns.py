@@ -32,28 +32,32 @@ def check_pattern(pattern: str) -> None:
 
 @dataclass
 class _Reader:
-    """Walks over an expression; `at` is the next character."""
+    """Walks over an expression; `at` is the next character.
+
+    What is read is told as its repeats without end in a row, and how often its parts are copied by
+    counts.
+    """
 
     pattern: str
     at: int = 0
 
-    def alternatives(self, depth: int) -> int:
-        """Read up to the end of the group; the most repeats in one of its alternatives."""
+    def alternatives(self, depth: int) -> tuple[int, int]:
+        """Read up to the end of the group; the most of its alternatives."""
         if depth > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-        most = repeats = 0
+        most, copies, repeats = 0, 1, 0
         while self.at < len(self.pattern) and self.pattern[self.at] != ")":
             if self.pattern[self.at] == "|":
                 self.at, repeats = self.at + 1, 0
                 continue
-            repeats += self._repeats(self._atom(depth))
-            most = max(most, repeats)
+            more, count = self._repeats(*self._atom(depth))
+            repeats += more
+            most, copies = max(most, repeats), max(copies, count)
             if most > MAX_REPEATS:
                 raise ValueError(f"more than {MAX_REPEATS} repeats follow each other")
-        return most
+        return most, copies
 
-    def _atom(self, depth: int) -> int:
-        """Read one; the repeats in it."""
+    def _atom(self, depth: int) -> tuple[int, int]:
         char = self.pattern[self.at]
         if char == "(":
             return self._group(depth)
@@ -63,26 +67,27 @@ class _Reader:
             self._escape()
         else:
             self.at += 1
-        return 0
+        return 0, 1
 
-    def _repeats(self, inner: int) -> int:
-        """Read the quantifiers of an atom with `inner` repeats in it; the repeats of both."""
+    def _repeats(self, inner: int, copies: int) -> tuple[int, int]:
+        """Read the quantifiers of what was read."""
         total = inner
         while match := _QUANTIFIER.match(self.pattern, self.at):
             self.at = match.end()
             low, comma, high = match[1], match[2], match[3]
-            counts = [int(n) for n in (low, high) if n and n.isdecimal()]
-            if any(n > MAX_COUNT for n in counts):
+            count = max((int(n[:9]) for n in (low, high) if n), default=0)
+            copies *= max(count, 1)
+            if copies > MAX_COUNT:
                 raise ValueError(f"it counts to more than {MAX_COUNT}")
-            if match[0] == "?" or (match[0][0] == "{" and max(counts, default=0) <= 1 and high):
+            if match[0] == "?" or (high and count <= 1) or (low and not comma and count <= 1):
                 continue  # at most once; or a sign of the quantifier before
             if inner:
                 raise ValueError("a repeat is within a repeat")
             if match[0] in "*+" or (comma and not high):
                 total = 1
-        return total
+        return total, copies
 
-    def _group(self, depth: int) -> int:
+    def _group(self, depth: int) -> tuple[int, int]:
         match = _GROUP.match(self.pattern, self.at)
         assert match is not None  # it begins with a bracket
         self.at = match.end()

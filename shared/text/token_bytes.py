@@ -67,14 +67,8 @@ def token_table(
     `vocab_size` entries; those without a token are b"".
     """
     texts = list(_texts(vocab))
-    size = max(
-        [
-            vocab_size,
-            *(token_id + 1 for _, token_id in texts),
-            *(token["id"] + 1 for token in added),
-        ]
-    )
-    tokens: list[bytes] = [b""] * size
+    ids = [token_id for _, token_id in texts] + [token["id"] for token in added]
+    tokens: list[bytes] = [b""] * max([vocab_size, *(token_id + 1 for token_id in ids)])
     for text, token_id in texts:
         tokens[token_id] = _bytes_of(text, spelling)
     for token in added:

@@ -17,7 +17,13 @@ from tokenizers import Tokenizer as HfTokenizer
 from shared.errors import ModelError, RequestError
 from shared.text.guard import ControlName, Guard
 from shared.text.token_bytes import Spelling, token_table
-from shared.text.tokenizer_json import checked_document, continued, spelling_of, strips_first_space
+from shared.text.tokenizer_json import (
+    checked_document,
+    continued,
+    spelling_of,
+    strips_first_space,
+    without_control,
+)
 from shared.text.vocabulary import AnyVocabulary, TokenizerFile, Vocabulary
 from shared.text.vocabulary_json import DAMAGED_REMEDY, vocabulary_json
 
@@ -129,13 +135,10 @@ class Tokenizer:
         other tokens of the same prompt stand before. Raises `RequestError` for text that is not
         valid Unicode (lone surrogates).
         """
-        try:
-            if parse_special:
-                ids = list(_encoded(self._whole(continues), text).ids)
-            else:
-                ids = self._plain_ids(text, continues)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError("the text holds a lone surrogate and is no valid Unicode") from error
+        if parse_special:
+            ids = list(_encoded(self._whole(continues), text).ids)
+        else:
+            ids = self._plain_ids(text, continues)
         if add_bos and self.add_bos and self.bos_token_id is not None:
             ids = ids if ids[:1] == [self.bos_token_id] else [self.bos_token_id, *ids]
         return ids
@@ -168,19 +171,11 @@ class Tokenizer:
         return self.token_bytes(token_id, skip_special=False).decode("utf-8", errors="replace")
 
     def _plain_ids(self, text: str, continues: bool) -> list[int]:
-        found = _encoded(self._plain(continues), text)
-        ids: list[int] = found.ids
-        if self._control_ids.isdisjoint(ids):
-            return list(ids)
-        # The model itself knows the name, as Unigram models do: it is cut in two.
-        at = next(i for i, token_id in enumerate(ids) if token_id in self._control_ids)
-        start, end = found.offsets[at]
-        if end - start < 2:  # a control token of one character: what it is called is not text
-            return [i for i in ids if i not in self._control_ids]
-        return [
-            *self._plain_ids(text[: start + 1], continues),
-            *self._plain_ids(text[start + 1 :], True),
-        ]
+        ids = list(_encoded(self._plain(continues), text).ids)
+        if not self._control_ids.isdisjoint(ids):  # never yet: `without_control` is to see to it
+            name = self.token_text(next(i for i in ids if i in self._control_ids))
+            raise RequestError(f"the text cannot be told from the control token {name!r:.60}")
+        return ids
 
     def _whole(self, continues: bool) -> HfTokenizer:
         return (self._continued if continues else None) or self._tokenizer
@@ -192,7 +187,7 @@ class Tokenizer:
 
     @cached_property
     def _plain_tokenizer(self) -> HfTokenizer:
-        return _load(self._parts, special_as_text=True)
+        return _load(without_control(self._parts), special_as_text=True)
 
     @cached_property
     def _continued(self) -> HfTokenizer | None:
@@ -202,7 +197,7 @@ class Tokenizer:
     @cached_property
     def _plain_continued(self) -> HfTokenizer | None:
         parts = continued(self._parts)
-        return None if parts is None else _load(parts, special_as_text=True)
+        return None if parts is None else _load(without_control(parts), special_as_text=True)
 
     def _check(self, vocab_size: int) -> None:
         """Refuse what the library numbers in another way than the document."""
@@ -225,12 +220,12 @@ class Tokenizer:
 def _load(parts: dict[str, Any], *, special_as_text: bool = False) -> HfTokenizer:
     try:
         tokenizer = HfTokenizer.from_str(json.dumps(parts))
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         raise ModelError(
             f"the tokenizer cannot be read: {error!s:.200}", remedy=DAMAGED_REMEDY
         ) from error
-    except BaseException as error:
-        raise _unless_panic(error) from error
     tokenizer.encode_special_tokens = special_as_text
     return tokenizer
 
@@ -238,17 +233,17 @@ def _load(parts: dict[str, Any], *, special_as_text: bool = False) -> HfTokenize
 def _encoded(tokenizer: HfTokenizer, text: str) -> Encoding:
     try:
         return tokenizer.encode(text, add_special_tokens=False)
-    except Exception:
-        raise
+    except (UnicodeEncodeError, TypeError) as error:
+        raise RequestError("the text holds a lone surrogate and is no valid Unicode") from error
     except BaseException as error:
-        raise _unless_panic(error) from error
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        raise RequestError(f"the model's tokenizer fails at the text: {error!s:.100}") from error
 
 
-def _unless_panic(error: BaseException) -> BaseException:
-    """What to raise: the library's panics are no `Exception`, and end no process here."""
-    if type(error).__name__ != "PanicException":
-        return error
-    return ModelError(f"the tokenizer fails: {error!s:.200}", remedy=DAMAGED_REMEDY)
+def _is_panic(error: BaseException) -> bool:
+    """The library's panics are no `Exception`: they would end a process that a text is sent to."""
+    return type(error).__name__ == "PanicException"
 
 
 def _unknown_ids(model: dict[str, Any]) -> frozenset[int]:

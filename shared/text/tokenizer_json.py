@@ -6,6 +6,7 @@ Format: https://huggingface.co/docs/tokenizers/api/models and its pages beside.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,7 +41,7 @@ def checked_document(document: Mapping[str, Any], vocab_size: int) -> dict[str, 
             for rule in _rules(document.get(part), part):
                 _check_rule(rule, part, known)
         spelling_of(document)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _bad(f"it is malformed: {type(error).__name__} {error!s:.100}") from error
     return {
         "version": "1.0",
@@ -89,6 +90,35 @@ def continued(document: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     never = [{**r, "prepend_scheme": "never"} if _is_first_only(r) else r for r in rules]
     return {**document, "pre_tokenizer": {"type": "Sequence", "pretokenizers": never}}
+
+
+def without_control(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with a model that does not know the control tokens of its vocabulary.
+
+    Their names become what no text is, for a space is always written in another way; the others
+    keep their ids.
+    """
+    model, added = document["model"], document["added_tokens"]
+    vocab = model["vocab"]
+    known = vocab if isinstance(vocab, Mapping) else {piece[0] for piece in vocab}
+    names = {t["content"] for t in added if t["special"] and t["content"] in known}
+    if isinstance(vocab, Mapping):
+        renamed = {f" {i}" if token in names else token: i for token, i in vocab.items()}
+        merges = [m for m in model["merges"] if names.isdisjoint(_tokens_of(m))]
+        model = {**model, "vocab": renamed, "merges": merges}
+    else:
+        pieces = [(f" {i}" if p[0] in names else p[0], p[1]) for i, p in enumerate(vocab)]
+        model = {**model, "vocab": pieces}
+    if model.get("unk_token") in names:
+        model["unk_token"] = f" {vocab[model['unk_token']]}"
+    others = [token for token in added if token["content"] not in names]
+    return {**document, "model": model, "added_tokens": others}
+
+
+def _tokens_of(merge: Any) -> tuple[str, str, str]:
+    # Older files have them as one text.
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left, right, left + right
 
 
 def _is_first_only(rule: Mapping[str, Any]) -> bool:
@@ -163,7 +193,7 @@ def _rules(rule: Any, part: str) -> Iterator[Mapping[str, Any]]:
     """The rules of a part, sequences taken apart."""
     found = list(_flattened(rule, 0))
     if len(found) > MAX_RULES:
-        raise _bad(f"its {part} has {len(found)} rules (limit {MAX_RULES})")
+        raise _bad(f"its {part} has more than {MAX_RULES} rules")
     yield from found
 
 
@@ -175,7 +205,8 @@ def _flattened(rule: Any, depth: int) -> Iterator[Mapping[str, Any]]:
         return
     if depth > MAX_RULES:
         raise _bad("its rules are nested too deep")
-    for part in next(rule[name] for name in _PARTS if name in rule):
+    parts = [part for name in _PARTS for part in rule.get(name, ())]
+    for part in parts[: MAX_RULES + 1]:
         yield from _flattened(part, depth + 1)
 
 
@@ -186,11 +217,25 @@ def _check_rule(rule: Mapping[str, Any], part: str, known: str) -> None:
     for text in (rule.get("content"), rule.get("prepend"), pattern.get("String")):
         if text is not None and len(text) > MAX_TEXT_CHARS:
             raise _bad(f"its {part} has a text of {len(text)} characters (limit {MAX_TEXT_CHARS})")
+    if rule["type"] == "Precompiled" and not _is_charsmap(rule["precompiled_charsmap"]):
+        raise _bad(f"its {part} has a precompiled_charsmap that is damaged")
     if "Regex" in pattern:
         try:
             check_pattern(pattern["Regex"])
         except ValueError as error:
             raise _bad(f"its pattern {pattern['Regex']!r:.80} is not run: {error}") from error
+
+
+def _is_charsmap(text: str) -> bool:
+    """Whether a SentencePiece normaliser is one: bytes of a trie, the trie, texts. The library
+    ends in a panic for others."""
+    try:
+        raw = base64.b64decode(text, validate=True)
+        size = int.from_bytes(raw[:4], "little")
+        raw[4 + size :].decode()
+    except ValueError:
+        return False
+    return size > 0 and size % 4 == 0 and size + 4 < len(raw)
 
 
 def _undoes_space_marks(rule: Mapping[str, Any]) -> bool:

@@ -1,5 +1,5 @@
-"""Every architecture beside transformers, from a folder that transformers wrote: without quantisation
-the logits are its own, and with it they differ by what quantisation alone explains."""
+"""Every architecture beside transformers, from a folder that transformers wrote: unquantised, the
+logits are its own; quantised, they differ by what quantisation alone explains."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The same models of transformers as GGUF files: names, permutations and keys are those of the `gguf`
-package and of llama.cpp's converter; the logits are transformers' own."""
+"""The same models of transformers as GGUF files: names, permutations and keys are those of the
+`gguf` package and of llama.cpp's converter; the logits are transformers' own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from shared.formats.hf_config import read_hf_config
 from shared.formats.model import read_model
 from tests.gguf_files import byte_alphabet
 from tests.gguf_files import write_items as write_gguf_items
+from tests.hf_folders import VOCAB
 from tests.model.test_architectures import float_model
-from tests.model.tiny_oracles import GGUF_VARIANTS, VOCAB, Oracle, make_oracle, prompt
+from tests.model.tiny_oracles import GGUF_VARIANTS, Oracle, make_oracle, prompt
 
 pytestmark = pytest.mark.oracle
 

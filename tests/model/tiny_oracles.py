@@ -14,12 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.gguf_files import byte_alphabet
+from tests.hf_folders import VOCAB, byte_tokenizer
 
 NUM_LAYERS = 4
-VOCAB = 288
 BASE: Mapping[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -184,17 +182,6 @@ def save_folder(oracle: Oracle, folder: Path) -> Path:
         json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
     )
     return folder
-
-
-def byte_tokenizer() -> str:
-    """A tokenizer.json whose tokens are <pad>, <s>, </s> and the 256 bytes."""
-    pieces = ["<pad>", "<s>", "</s>", *byte_alphabet()]
-    model = models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[])
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(pieces[:3])
-    return str(tokenizer.to_str())
 
 
 def prompt(num_tokens: int, seed: int = 0) -> np.ndarray:

@@ -136,7 +136,7 @@ WRONG_MODELS = {
     ),
     "a rope factor of zero": (
         TinyModel(tensors={"rope_freqs.weight": (np.zeros(8), "F32")}),
-        "short_factors must be positive",
+        "short_factors must lie in",
     ),
     "odd rope": (TinyModel(metadata={"llama.rope.dimension_count": 7}), "rope_dim must be even"),
     "value length": (TinyModel(metadata={"llama.attention.value_length": 8}), "value_length 8"),

@@ -184,7 +184,7 @@ def test_half_an_option_is_refused(weights: GroupWeights, name: str) -> None:
     group = native_or_skip().bind(replace(weights, layers=(weights.layers[0], layer)))
     hidden = np.ones((ROWS, weights.shape.hidden_size), np.float32)
 
-    with pytest.raises(KernelError, match="layer 1 of the group.*sizes disagree"):
+    with pytest.raises(KernelError, match=r"layer 1 of the group.*sizes disagree"):
         group.forward(hidden, [new_slice(replace(weights, layers=weights.layers[:2]))])
 
 

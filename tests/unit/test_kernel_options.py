@@ -1,5 +1,5 @@
-"""Facts about what a layer may do beside a llama's: on every path it is what the reference does, bit
-for bit, and the functions that it needs are close to the truth."""
+"""Facts about what a layer may do beside a llama's: on every path it is what the reference does,
+bit for bit, and the functions that it needs are close to the truth."""
 
 from __future__ import annotations
 

