@@ -64,12 +64,12 @@ def evaluate(
     num_layers = model.config.num_hidden_layers
     steps = _Steps(progress, len(models) * len(windows.inputs) * (num_layers + 1))
     hidden = [[m.embed(ids) for ids in windows.inputs] for m in models]  # of each: N of (T, D)
-    errors = []
+    errors: list[LayerError] = []
     for index in range(num_layers):
         for m, states in zip(models, hidden, strict=True):
             stage = m.layer(index)
-            for number, rows in enumerate(states):
-                states[number] = stage(rows)
+            for number in range(len(states)):
+                states[number] = stage(states[number])
                 steps.done()
         if reference is not None:
             errors.append(LayerError(index, _relative_rms(*hidden)))

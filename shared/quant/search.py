@@ -69,9 +69,11 @@ def search_symmetric(
 def rounded(groups: Float32, scale: Float32, minimum: Float32) -> Float32:
     """The q in 0..15 nearest to (w - min) / scale, (n, 32); 0 where the scale is 0."""
     wide = scale[:, None]
-    q = np.divide(groups - minimum[:, None], wide, out=np.zeros_like(groups), where=wide != 0)
+    q: Float32 = np.zeros_like(groups)
+    np.divide(groups - minimum[:, None], wide, out=q, where=wide != 0)
     np.rint(q, out=q)
-    return np.clip(q, F(0), MAX_Q, out=q)
+    np.clip(q, F(0), MAX_Q, out=q)
+    return q
 
 
 def group_errors(
@@ -150,7 +152,8 @@ def _symmetric_at(x: Float32, steps: np.float32) -> Fit:
     """The largest |w| of each group lies at that many steps, in its own direction if negative."""
     at = np.abs(x).argmax(axis=1)
     largest = np.take_along_axis(x, at[:, None], axis=1)[:, 0]
-    return _symmetric_of((largest if steps < 0 else np.abs(largest)) / steps)
+    signed: Float32 = largest if steps < 0 else np.abs(largest)
+    return _symmetric_of(signed / steps)
 
 
 def _symmetric_of(scale: Float32) -> Fit:
