@@ -1,4 +1,4 @@
-"""The figures of a real model that docs/quality.md gives: beside llama.cpp's, and of each method."""
+"""The figures of a real model in docs/quality.md: beside llama.cpp's, and of each method."""
 
 from __future__ import annotations
 
