@@ -154,7 +154,8 @@ def _pack_into(folder: Path, model: Path, options: PackOptions, progress: StageP
         errors += shard.errors
         done += shard.entry.num_bytes
         progress("pack", min(done, total), total)
-    progress("pack", total, total)
+    if done < total:
+        progress("pack", total, total)
     manifest = build_manifest(
         description, options, entries, source_sha256=source_sha256, errors=errors
     )

@@ -163,7 +163,7 @@ def _not_every(keys: Keys, num_layers: int, step: int) -> list[int]:
 
 
 def _gemma_hf(keys: Keys, num_layers: int) -> Options:
-    step = keys.optional("sliding_window_pattern", int) or keys.required("_pattern", int)
+    step = keys.required("sliding_window_pattern", int)
     layers = _hf_layer_types(keys, num_layers, _not_every(keys, num_layers, step))
     return {
         **sliding(keys.required("sliding_window", int), layers),
@@ -265,6 +265,7 @@ ARCHITECTURES = (
         hf_class="MistralForCausalLM",
         gguf_name="llama",  # without a window, as llama.cpp has it
         gguf_pairing="interleaved",
+        hf_defaults={"sliding_window": 4096},
         hf_options=_all_sliding,
         refused=_NO_BIAS,
     ),
@@ -295,7 +296,7 @@ ARCHITECTURES = (
             "tie_word_embeddings": True,
             "head_dim": 256,
             "sliding_window": 4096,
-            "_pattern": 2,
+            "sliding_window_pattern": 2,
             "query_pre_attn_scalar": 256,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
@@ -315,7 +316,7 @@ ARCHITECTURES = (
             "tie_word_embeddings": True,
             "head_dim": 256,
             "sliding_window": 4096,
-            "_pattern": 6,
+            "sliding_window_pattern": 6,
             "query_pre_attn_scalar": 256,
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,

@@ -121,8 +121,8 @@ def _rope_options(keys: Keys, head_dim: int) -> Options:
         _require_unscaled(local_keys)
         local = local_keys.required("rope_theta", float)
         parameters = _require_inner(parameters, "full_attention")
-    elif keys.values.get("rope_local_base_freq") is not None and keys.values.get("_pattern") == 6:
-        local = keys.required("rope_local_base_freq", float)
+    else:
+        local = keys.optional("rope_local_base_freq", float)
     theta: float | None
     if parameters is not None:
         theta = parameters.optional("rope_theta", float)

@@ -105,6 +105,39 @@ def test_old_and_new_spellings_of_rope_are_read(
     assert (config.rope_scaling.factor if config.rope_scaling else None) == factor
 
 
+def test_gemma_3_of_before_and_since_its_rope_parameters_are_one_model() -> None:
+    gemma3 = {**GEMMA, "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7}
+    old = {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10_000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 3,
+    }
+    sliding, full = "sliding_attention", "full_attention"
+    new = {
+        "rope_theta": REMOVED,
+        "rope_parameters": {
+            full: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            sliding: {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "layer_types": [sliding, sliding, full, sliding, sliding, full, sliding],
+    }
+
+    configs = [read_hf_config(hf_config(**gemma3, **keys), "config.json") for keys in (old, new)]
+
+    assert configs[0] == configs[1]
+    assert configs[0].sliding_layers == (0, 1, 3, 4, 6)
+    assert configs[0].local_rope_theta == 10_000.0
+
+
+def test_a_mistral_that_says_nothing_of_its_window_has_the_usual_one() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"]}
+
+    assert read_hf_config(hf_config(**mistral), "c").sliding_window == 4096
+    none = read_hf_config(hf_config(**mistral, sliding_window=None), "c")
+    assert (none.sliding_window, none.sliding_layers) == (None, ())
+
+
 def test_a_tied_head_and_old_rope_tables_may_lie_in_a_folder(tmp_path: Path) -> None:
     extra = {
         "lm_head.weight": np.zeros((288, 64), np.float32),
