@@ -45,7 +45,10 @@ WORDS = {
 @app.command()
 def evaluate(
     model: Annotated[
-        str, typer.Argument(help="A catalog name (smollm2-135m) or a path to a .gguf file.")
+        str,
+        typer.Argument(
+            help="A catalog name (smollm2-135m), a .gguf file or a Hugging Face folder."
+        ),
     ],
     text: Annotated[Path, typer.Option("--text", help="The text to score, a UTF-8 file.")],
     reference: Annotated[
@@ -123,7 +126,10 @@ def evaluate(
 def quantize(
     model: Annotated[
         str,
-        typer.Argument(help="A .gguf file with more bits (F32, F16, BF16, Q8_0), or its name."),
+        typer.Argument(
+            help="A .gguf file with more bits (F32, F16, BF16, Q8_0), its name in the catalog, or "
+            "a Hugging Face folder."
+        ),
     ],
     output: Annotated[Path, typer.Argument(help="The .gguf file to write.")],
     bits: Annotated[int, typer.Option(help="4 or 8.")] = 4,

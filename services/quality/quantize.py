@@ -30,6 +30,8 @@ from shared.formats.description import ModelDescription
 from shared.formats.gguf import read_gguf
 from shared.formats.gguf_copy import NewTensor, type_bytes, write_gguf_copy
 from shared.formats.gguf_file import GgufFile, open_gguf
+from shared.formats.gguf_from_folder import write_gguf_from
+from shared.formats.model import read_model
 from shared.quant.blocks import Int4Blocks, Int8Blocks
 from shared.text.tokenizer import Tokenizer
 
@@ -105,9 +107,23 @@ def quantize_file(
 ) -> QuantizeReport:
     """Write `target`, a GGUF file of the model in `source` with its matrices in fewer bits.
 
+    A Hugging Face folder is written as a GGUF file beside `target` first, which goes at the end.
     Raises `ModelError` for a source that cannot be read, `ConfigError` for a budget that nothing
     fits, `RequestError` for a calibration text that fills no window.
     """
+    if source.is_dir():
+        whole = target.with_name(f".source-{target.name}")
+        try:
+            write_gguf_from(read_model(source), whole)
+            return _quantize_gguf(whole, target, options, progress)
+        finally:
+            whole.unlink(missing_ok=True)
+    return _quantize_gguf(source, target, options, progress)
+
+
+def _quantize_gguf(
+    source: Path, target: Path, options: QuantizeOptions, progress: StageProgress
+) -> QuantizeReport:
     file, description = open_gguf(source), read_gguf(source)
     matrices = matrices_of(description, file)
     quantizer = Quantizer(options.method, options.num_threads)

@@ -169,6 +169,8 @@ def copy_metadata(path: Path, writer: gguf.GGUFWriter) -> None:
             continue
         kind = field.types[0]
         item = field.types[-1] if kind is GGUFValueType.ARRAY else None
+        if item is not None and not len(field.data):
+            continue  # a list of nothing, which the package reads and cannot write
         writer.add_key_value(key, field.contents(), kind, sub_type=item)
 
 
