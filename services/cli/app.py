@@ -14,7 +14,8 @@ import services.cli.chat  # isort: skip
 import services.cli.queue  # isort: skip
 import services.cli.batch  # isort: skip
 import services.cli.models  # isort: skip
-import services.cli.quality  # isort: skip
+import services.cli.quantize  # isort: skip
+import services.cli.evaluate  # isort: skip
 import services.cli.cluster  # isort: skip
 import services.cli.gateway  # isort: skip
 import services.cli.bench  # isort: skip
