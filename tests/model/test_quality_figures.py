@@ -71,7 +71,7 @@ def loss_of(path: Path, source: Path, text: str) -> Divergence:
     tokenizer = Tokenizer.from_vocabulary(theirs.vocabulary)
     found = evaluate(
         FloatStages(ours.config, ours.tensors),
-        cut_windows(text, tokenizer, window=512, max_windows=2),
+        cut_windows(text, tokenizer, window=512, max_windows=8),
         reference=FloatStages(theirs.config, theirs.tensors),
     )
     assert found.divergence is not None
