@@ -55,10 +55,12 @@ def texts(seed: int = 7, number: int = 10_000) -> tuple[str, ...]:
     words = [word for line in CORPUS[:4] for word in line.split(" ")]
     spaces = [" ", "  ", "\n", "\r\n", "\t", "\u00a0", "   \n", "\u3000"]
     ascii_chars = [chr(code) for code in range(1, 127)]
+    runs = [char * length for char in (" ", "\n", "a", "-") for length in (3, 8, 17, 31, 40)]
     parts = (
         stable,
         words,
         spaces,
+        runs,
         ascii_chars,
         ["'s", "'LL", "007", "1234567", "<|", "|>", "e\u0301"],
     )

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.loader.catalog import CATALOG, CatalogEntry, Source, find_entry
@@ -32,6 +33,28 @@ Fetcher = Callable[[Source, Path, Progress], Path]
 
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that has a name here. `path` is None when it is not pulled yet."""
+
+    name: str
+    num_bytes: int
+    path: Path | None
+
+
+def known_models(cache_dir: Path) -> list[KnownModel]:
+    """The catalog's models, and those that were pulled from the hub."""
+    known = []
+    for entry in CATALOG.values():
+        cached = cache_dir / entry.filename
+        is_here = _size(cached) == entry.num_bytes
+        known.append(KnownModel(entry.name, entry.num_bytes, cached if is_here else None))
+    for name, path in pulled_models(cache_dir).items():
+        files = [path] if path.is_file() else list(path.iterdir())
+        known.append(KnownModel(name, sum(_size(file) or 0 for file in files), path))
+    return known
 
 
 def default_cache_dir() -> Path:

@@ -222,4 +222,4 @@ def _last_words(output: IO[bytes], code: int) -> str:
     lines = [line for line in lines if line]
     errors = [line for line in lines if line.startswith("ERROR")]
     last = (errors or lines or [f"exit code {code}"])[-1]
-    return last[:MAX_FAILURE_CHARS]
+    return last.removeprefix("ERROR: ")[:MAX_FAILURE_CHARS]

@@ -199,7 +199,7 @@ def _gemma2_gguf(keys: Keys, num_layers: int) -> Options:
         **_gemma_gguf(keys, num_layers),
         "attention_softcap": keys.optional("attn_logit_softcapping", float) or 50.0,
         "logit_softcap": keys.optional("final_logit_softcapping", float) or 30.0,
-        **sliding(window, _not_every(keys, num_layers, 2)),
+        **sliding(window, _not_every(keys, num_layers, _gguf_pattern(keys, 2))),
         "attention_scale": _inverse_root(keys, float(scalar)),
     }
 
@@ -215,10 +215,14 @@ def _gemma3_gguf(keys: Keys, num_layers: int) -> Options:
     window = keys.required("attention.sliding_window", int)
     return {
         **_gemma_gguf(keys, num_layers),
-        **sliding(window, _not_every(keys, num_layers, 6)),
+        **sliding(window, _not_every(keys, num_layers, _gguf_pattern(keys, 6))),
         "local_rope_theta": keys.optional("rope.freq_base_swa", float) or 10_000.0,
         "attention_scale": _inverse_root(keys, float(scalar)),
     }
+
+
+def _gguf_pattern(keys: Keys, usual: int) -> int:
+    return keys.optional("attention.sliding_window_pattern", int) or usual
 
 
 def _root(width: int) -> float:

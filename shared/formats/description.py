@@ -53,8 +53,9 @@ class TensorView:
     `source_name` and `source_type` are the file's own words, for messages. `read_rows(start, stop)`
     gives `Int4Blocks`, `Int8Blocks` or float32 (stop - start, C) according to `kind`, and
     `read_float32(start, stop)` what the file itself says, before it was brought into that form.
-    Both are copies and raise `ModelError` for numbers that are not finite. `is_lossless`: they are
-    the same numbers. `release(start, stop)` lets go of the memory of rows that were read.
+    Both raise `ModelError` for numbers that are not finite. `is_lossless`: they are the same
+    numbers. `release(start, stop)` lets go of the memory of rows once nobody needs them: what was
+    read may be a view of the file.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """GGUF's blocks whose groups of 32 are groups of the kernel's too: taken apart, never dequantised.
 
 Each function gives rows start..stop of a stored tensor, and raises `ModelError` for a scale or
-minimum that is not finite or that fp16 cannot hold. Knows no container.
+minimum that is not finite or that fp16 cannot hold. What needs no change is a read-only view of the
+file: a copy would take as long as packing it. Knows no container.
 
 R rows, C cols, G = C / 32 groups. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
@@ -15,7 +16,6 @@ import numpy.typing as npt
 
 from shared.errors import ModelError
 from shared.formats.stored_tensor import StoredTensor
-from shared.kernel.chunks import GROUP
 from shared.manifest import TensorKind
 from shared.quant.blocks import Int4Blocks, Int8Blocks, TensorNumbers
 
@@ -25,8 +25,8 @@ Float32 = npt.NDArray[np.float32]
 
 Reader = Callable[[StoredTensor, int, int], TensorNumbers]
 
-SUPER_GROUPS = 8  # groups in a superblock of 256
-_Q4_K_BYTES = 144
+_Q4_K_BYTES = 144  # of a superblock of 8 groups
+_LOW_HALVES = np.uint64(0x0F0F0F0F0F0F0F0F)
 _IQ4_NL_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )
@@ -37,22 +37,20 @@ def read_q4_0(tensor: StoredTensor, start: int, stop: int) -> Int4Blocks:
     blocks = _blocks(tensor, start, stop, 18)
     scale = _halves(tensor, blocks, 0)
     low = _to_half(tensor, scale.astype(np.float32) * np.float32(-8))
-    return Int4Blocks(scale, low, np.ascontiguousarray(blocks[:, :, 2:]))
+    return Int4Blocks(scale, low, blocks[:, :, 2:])
 
 
 def read_q4_1(tensor: StoredTensor, start: int, stop: int) -> Int4Blocks:
     """w = d * q + m."""
     blocks = _blocks(tensor, start, stop, 20)
     scale, low = _halves(tensor, blocks, 0), _halves(tensor, blocks, 2)
-    return Int4Blocks(scale, low, np.ascontiguousarray(blocks[:, :, 4:]))
+    return Int4Blocks(scale, low, blocks[:, :, 4:])
 
 
 def read_q8_0(tensor: StoredTensor, start: int, stop: int) -> Int8Blocks:
     """w = d * q."""
     blocks = _blocks(tensor, start, stop, 34)
-    return Int8Blocks(
-        _halves(tensor, blocks, 0), np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8)
-    )
+    return Int8Blocks(_halves(tensor, blocks, 0), blocks[:, :, 2:].view(np.int8))
 
 
 def read_q5_0(tensor: StoredTensor, start: int, stop: int) -> Int8Blocks:
@@ -75,17 +73,21 @@ def read_q4_k(tensor: StoredTensor, start: int, stop: int) -> Int4Blocks:
     """w = d * s * q - dmin * m, s and m of 6 bits: exact but for rounding both products to fp16."""
     rows = stop - start
     blocks = tensor.row_bytes(start, stop).reshape(rows, -1, _Q4_K_BYTES)  # (R, C / 256, 144)
-    d, d_min = (_halves(tensor, blocks, at).astype(np.float32)[..., None] for at in (0, 2))
+    d, d_min = (np.repeat(_halves(tensor, blocks, at).astype(np.float32), 8, 1) for at in (0, 2))
     s, m = _six_bits(blocks[:, :, 4:16])
-    scale = _to_half(tensor, d * s)
-    low = _to_half(tensor, -d_min * m)
-    # Of each 32 bytes the low halves are one group and the high halves the next.
-    quads = blocks[:, :, 16:].reshape(rows, -1, SUPER_GROUPS // 2, 2, 16)
-    first, second = quads[:, :, :, 0], quads[:, :, :, 1]
-    nibbles = np.empty((rows, quads.shape[1], SUPER_GROUPS // 2, 2, 16), np.uint8)
-    nibbles[:, :, :, 0] = (first & np.uint8(15)) | (second << np.uint8(4))
-    nibbles[:, :, :, 1] = (first >> np.uint8(4)) | (second & np.uint8(0xF0))
-    return Int4Blocks(scale.reshape(rows, -1), low.reshape(rows, -1), nibbles.reshape(rows, -1, 16))
+    scale = _to_half(tensor, d * s.reshape(rows, -1))
+    low = _to_half(tensor, -d_min * m.reshape(rows, -1))
+    # Of each 32 bytes the low halves are one group and the high halves the next. Words of 8 bytes,
+    # since NumPy is slow at many short runs.
+    words = np.ascontiguousarray(blocks[:, :, 16:]).view(np.uint64).reshape(-1, 4)
+    first, second = words & _LOW_HALVES, words & ~_LOW_HALVES
+    second >>= np.uint64(4)
+    nibbles = np.empty((len(words), 4), np.uint64)
+    for group, half in enumerate((first, second)):
+        for word in range(2):
+            np.left_shift(half[:, 2 + word], np.uint64(4), out=nibbles[:, 2 * group + word])
+            nibbles[:, 2 * group + word] |= half[:, word]
+    return Int4Blocks(scale, low, nibbles.view(np.uint8).reshape(rows, -1, 16))
 
 
 DIRECT: dict[tuple[str, TensorKind], Reader] = {
@@ -133,16 +135,22 @@ def _to_half(tensor: StoredTensor, values: Float32) -> Half:
 
 def _from_nibbles(nibbles: Bytes) -> Bytes:
     """(R, G, 16) bytes as (R, G, 32) values of 0..15: low halves first."""
-    q = np.empty((*nibbles.shape[:2], GROUP), np.uint8)
-    np.bitwise_and(nibbles, np.uint8(15), out=q[:, :, : GROUP // 2])
-    np.right_shift(nibbles, np.uint8(4), out=q[:, :, GROUP // 2 :])
-    return q
+    rows, groups = nibbles.shape[:2]
+    words = np.ascontiguousarray(nibbles).view(np.uint64)
+    q = np.empty((rows, groups, 4), np.uint64)
+    q[:, :, :2] = words & _LOW_HALVES
+    words = words >> np.uint64(4)
+    q[:, :, 2:] = words & _LOW_HALVES
+    return q.view(np.uint8)
 
 
 def _six_bits(packed: Bytes) -> tuple[Bytes, Bytes]:
     """Scales and minima of the 8 groups of each superblock, from their 12 bytes: (R, blocks, 8)."""
-    low, mid, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
-    six, four, two = np.uint8(63), np.uint8(4), np.uint8(2)
-    s = np.concatenate([low & six, (high & np.uint8(15)) | ((low >> two) & np.uint8(48))], axis=2)
-    m = np.concatenate([mid & six, (high >> four) | ((mid >> two) & np.uint8(48))], axis=2)
-    return s, m
+    words = np.ascontiguousarray(packed).view(np.uint32)  # of 4 groups each, one a byte
+    low, mid, high = words[..., 0], words[..., 1], words[..., 2]
+    six, four, top = np.uint32(0x3F3F3F3F), np.uint32(0x0F0F0F0F), np.uint32(0x30303030)
+    s, m = (np.empty((*low.shape, 2), np.uint32) for _ in range(2))
+    s[..., 0], m[..., 0] = low & six, mid & six
+    s[..., 1] = (high & four) | ((low >> np.uint32(2)) & top)
+    m[..., 1] = ((high >> np.uint32(4)) & four) | ((mid >> np.uint32(2)) & top)
+    return s.view(np.uint8), m.view(np.uint8)

@@ -99,7 +99,11 @@ def _scaling(file: GgufFile, keys: Keys) -> RopeScaling | None:
     factor = keys.optional("rope.scaling.factor", float)
     attention = keys.optional("rope.scaling.attn_factor", float) or 1.0
     original = keys.optional("rope.scaling.original_context_length", int) or 0
-    for key, usual in (("yarn_log_multiplier", 0.0), ("yarn_ext_factor", 1.0)):
+    for key, usual in (
+        ("yarn_log_multiplier", 0.0),
+        ("yarn_ext_factor", 1.0),
+        ("yarn_attn_factor", 1.0),
+    ):
         value = keys.optional(f"rope.scaling.{key}", float)
         if value not in (None, usual):
             raise keys.bad(f"rope scaling: {key} {value} is not supported")

@@ -19,6 +19,7 @@ SOURCE_DIR = "shared/kernel/csrc"  # relative to the project root, as setuptools
 SOURCES = (
     "paths",
     "threads",
+    "caches",
     "geometry",
     "matmul",
     "attention",

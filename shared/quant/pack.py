@@ -145,7 +145,9 @@ def _check_shapes(scale: Half, values: npt.NDArray[np.generic], width: int) -> t
 
 def _words(values: npt.NDArray[np.generic]) -> npt.NDArray[np.uint32]:
     """The bytes of each group as 32-bit words: what a slab keeps together for a row."""
-    words: npt.NDArray[np.uint32] = np.ascontiguousarray(values).view("<u4")
+    if values.strides[-1] != values.itemsize:
+        values = np.ascontiguousarray(values)
+    words: npt.NDArray[np.uint32] = values.view("<u4")
     return words
 
 

@@ -183,9 +183,11 @@ def _with_plain_spaces(vocabulary: Vocabulary) -> tuple[str, ...]:
 def _merges_of_scores(vocabulary: Vocabulary, vocab: dict[str, int]) -> list[list[str]]:
     """Every pair that makes a token, in the order in which SentencePiece would merge them.
 
-    It takes the pair whose token has the highest score: which two make it does not count.
+    It takes the pair whose token has the highest score, and of several the leftmost. Scores are
+    equal where it counts for runs of spaces (-1e9 each, in Llama's and Mistral's): there the pair
+    with the longest left part first gives what the leftmost gives.
     """
-    merges: list[tuple[float, int, int, str, str]] = []
+    merges: list[tuple[float, int, int, int, str, str]] = []
     for token, kind, score in zip(
         vocabulary.tokens, vocabulary.token_types, vocabulary.scores, strict=True
     ):
@@ -194,7 +196,7 @@ def _merges_of_scores(vocabulary: Vocabulary, vocab: dict[str, int]) -> list[lis
         for at in range(1, len(token)):
             left, right = token[:at], token[at:]
             if left in vocab and right in vocab:
-                merges.append((-score, vocab[left], vocab[right], left, right))
+                merges.append((-score, -at, -len(right), vocab[left], left, right))
     merges.sort()
     return [[left, right] for *_, left, right in merges]
 

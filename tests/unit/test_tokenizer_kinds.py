@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -16,7 +18,8 @@ from shared.text.prompt import conversation_token_ids, text_token_ids
 from shared.text.response_format import json_format
 from shared.text.token_bytes import read_token_table
 from shared.text.tokenizer import Tokenizer
-from tests.tokenizer_kinds import KINDS, SPECIAL, WORD, Kind, texts
+from shared.text.vocabulary import Vocabulary
+from tests.tokenizer_kinds import BYTE_PIECES, KINDS, MARK, SPECIAL, WORD, Kind, texts
 
 TEMPLATE = ChatTemplate(
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}</s>{% endfor %}<|turn|>"
@@ -86,6 +89,16 @@ def test_a_conversation_has_the_ids_of_the_rendered_text(kind: Kind) -> None:
         assert list(found) == tokenizer.encode(rendered, parse_special=True)
 
 
+def test_what_stands_before_a_name_keeps_its_ids(kind: Kind) -> None:
+    tokenizer = kind.tokenizer()
+
+    for text in texts(number=500):
+        turns = [{"role": "user", "content": content} for content in (text, "<s>")]
+        found = conversation_token_ids(turns, tokenizer, TEMPLATE, max_positions=1 << 20)
+        before = tokenizer.encode(TEMPLATE.render_turns(turns[:1]), parse_special=True)
+        assert list(found[: len(before)]) == before
+
+
 def test_whoever_writes_names_into_a_conversation_changes_no_other_token(kind: Kind) -> None:
     tokenizer = kind.tokenizer()
     turn, end = (tokenizer.encode(name, parse_special=True)[0] for name in ("<|turn|>", "</s>"))
@@ -137,6 +150,45 @@ def test_an_answer_in_a_format_is_made_of_tokens_of_this_kind(kind: Kind) -> Non
     assert json.loads(tokenizer.decode(ids))["größe"] in ("a b", "漢")
 
 
+def test_of_equal_scores_the_leftmost_pair_is_merged() -> None:
+    # Llama's and Mistral's runs of spaces: 2 to 14 and 16, each of the same score.
+    runs = [MARK * length for length in (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11, 1)]
+    tokens = ("<unk>", "<s>", "</s>", *BYTE_PIECES, *runs, "x", f"{MARK}x", f"{MARK * 2}x")
+    scores = [-1e9] * len(tokens)
+    scores[-2:] = [-1.0, -2.0]
+    vocabulary = Vocabulary(
+        model="llama",
+        pre="default",
+        tokens=tokens,
+        token_types=(2, 3, 3, *(6,) * 256, *(1,) * (len(tokens) - 259)),
+        merges=(),
+        bos_token_id=1,
+        eos_token_id=2,
+        add_bos=True,
+        scores=tuple(scores),
+        add_space_prefix=True,
+    )
+    tokenizer = Tokenizer.from_vocabulary(vocabulary)
+
+    for length in range(1, 100):
+        for text in (" " * length, " " * length + "x", "x" + " " * length + "x"):
+            expected = merged_by_score(MARK + text.replace(" ", MARK), vocabulary)
+            assert tokenizer.encode(text, parse_special=False) == expected
+
+
+def merged_by_score(text: str, vocabulary: Vocabulary) -> list[int]:
+    """SentencePiece's rule as it is written down: the best score, of several the leftmost."""
+    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
+    symbols = list(text)
+    while True:
+        pairs = [a + b for a, b in pairwise(symbols)]
+        known = [(-vocabulary.scores[ids[p]], at) for at, p in enumerate(pairs) if p in ids]
+        if not known:
+            return [ids[symbol] for symbol in symbols]
+        at = min(known)[1]
+        symbols[at : at + 2] = [pairs[at]]
+
+
 def test_ids_up_to_the_embeddings_last_have_no_text() -> None:
     kind = KINDS["byte_level_file"]()
     tokenizer = kind.tokenizer()
@@ -144,10 +196,4 @@ def test_ids_up_to_the_embeddings_last_have_no_text() -> None:
     assert tokenizer.vocab_size == kind.vocabulary.vocab_size  # type: ignore[union-attr]
     assert tokenizer.token_bytes(tokenizer.vocab_size - 1) == b""
     with pytest.raises(ModelError, match="has id"):
-        Tokenizer.from_vocabulary(_with_rows(kind, 100))
-
-
-def _with_rows(kind: Kind, vocab_size: int) -> object:
-    from dataclasses import replace
-
-    return replace(kind.vocabulary, vocab_size=vocab_size)
+        Tokenizer.from_vocabulary(replace(kind.vocabulary, vocab_size=100))  # type: ignore[call-arg]

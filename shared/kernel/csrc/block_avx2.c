@@ -26,14 +26,17 @@ INLINE __m256 half8(const uint8_t *p)
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
 
-/* Into all caches: passing by the last level, as weights read once a token might, cost nearly half of
- * the speed where it holds a whole model (Xeon with 300 MB). */
-INLINE void prefetch(const uint8_t *p, const int lines)
+/* Weights that will have left the caches anyway pass them by, and spare what others keep there. */
+INLINE void prefetch(const uint8_t *p, const int lines, int32_t passing)
 {
     int i;
 #pragma GCC unroll 8
-    for (i = 0; i < lines; i++)
-        _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
+    for (i = 0; i < lines; i++) {
+        if (passing)
+            _mm_prefetch((const char *)p + 64 * i, _MM_HINT_NTA);
+        else
+            _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
+    }
 }
 
 /* a += (scale * d) * dot */
@@ -113,7 +116,7 @@ INLINE void int4_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
             _mm256_storeu_ps(&a[t][8 * half], _mm256_setzero_ps());
     for (g = 0; g < x->groups; g++, at += CP_INT4_GROUP) {
         if (n <= 4)
-            prefetch(at + AHEAD, 5);
+            prefetch(at + AHEAD, 5, x->passing);
 #pragma GCC unroll 4
         for (t = 0; t < n; t += step)
             int4_group(at, q + t * terms * CP_GROUP, d + t, step, terms, a + t);
@@ -188,7 +191,7 @@ INLINE void int8_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
     for (g = 0; g < x->groups; g++, slabs += CP_INT8_GROUP) {
         __m256 scale[2];
         if (n <= 4)
-            prefetch(slabs + AHEAD, 8);
+            prefetch(slabs + AHEAD, 8, x->passing);
         for (half = 0; half < 2; half++)
             scale[half] = half8(block + g * CP_BLOCK * 2 + 16 * half);
 #pragma GCC unroll 4

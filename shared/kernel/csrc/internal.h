@@ -31,6 +31,7 @@ typedef struct {
     int32_t terms;
     int32_t wide_per_term; /* the path's */
     int32_t int4_only;     /* no matrix of int8 is multiplied with them */
+    int32_t passing;       /* weights that meet them will have left the caches when they are read again */
 } cp_acts;
 
 /* One tile of them. */
@@ -44,6 +45,7 @@ typedef struct {
     int32_t groups;
     int32_t cols;
     int32_t terms;
+    int32_t passing;
 } cp_tile;
 
 /* One instruction set's way to do things; all give the same bits.
@@ -122,6 +124,10 @@ struct cp_team {
     struct cp_engine *engine;
 };
 const cp_path *cp_engine_path(const cp_engine *engine);
+/* Whether that many bytes of weights, read in turn with as many others, outgrow the last level of caches. */
+int32_t cp_passes_by(const cp_engine *engine, uint64_t weight_bytes);
+/* 0 where nothing tells (caches.c). */
+uint64_t cp_last_level_bytes(void);
 int32_t cp_engine_threads(const cp_engine *engine);
 /* Returns the least bad row, or -1. */
 int32_t cp_run(cp_engine *engine, cp_work *work, void *context);
@@ -151,7 +157,7 @@ typedef struct {
 } cp_arena;
 void *cp_take(cp_arena *arena, uint64_t count, uint64_t size);
 cp_acts cp_take_acts(cp_arena *arena, const cp_path *path, int32_t rows, int32_t cols,
-                     int32_t terms, int32_t int4_only);
+                     int32_t terms, int32_t int4_only, int32_t passing);
 
 /* Quantise groups first..end-1 of row r, whose values are x (cols). Returns 0 if one of them is not
  * finite. */

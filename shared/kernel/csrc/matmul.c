@@ -63,6 +63,7 @@ cp_tile cp_tile_of(const cp_acts *acts, int32_t first)
     tile.groups = groups;
     tile.cols = acts->cols;
     tile.terms = acts->terms;
+    tile.passing = acts->passing;
     return tile;
 }
 
