@@ -15,6 +15,8 @@ import services.cli.queue  # isort: skip
 import services.cli.batch  # isort: skip
 import services.cli.models  # isort: skip
 import services.cli.model_list  # isort: skip
+import services.cli.quantize  # isort: skip
+import services.cli.evaluate  # isort: skip
 import services.cli.cluster  # isort: skip
 import services.cli.gateway  # isort: skip
 import services.cli.bench  # isort: skip
@@ -28,7 +30,7 @@ from shared.logs import redact
 PANELS = {  # of `cellpipe --help`
     "Ask": ("run", "chat", "enqueue", "result", "cancel", "batch"),
     "Serve programs": ("serve", "gateway", "key"),
-    "Models": ("models", "pull", "inspect", "load"),
+    "Models": ("models", "pull", "inspect", "load", "quantize", "evaluate"),
     "Cluster": ("worker", "scheduler", "status", "workers", "drain", "dead"),
     "Measure and break": ("bench", "chaos"),
 }

@@ -20,6 +20,12 @@ from shared.kernel.matrix import Float32
 from shared.model.config import ModelConfig
 
 ReadWeights = Callable[[str], Float32]
+Observe = Callable[[str, Float32], None]
+"""Called with the name of a matrix and the rows (T, cols) that it is about to meet."""
+
+
+def _observe_nothing(name: str, rows: Float32) -> None:
+    pass
 
 
 class FloatCache:
@@ -48,14 +54,22 @@ class FloatModel:
 
     Names and shapes are those of `shared.formats.description.tensor_shapes`. With `keep_weights`
     each tensor is read once; without, whenever a layer runs, so that one layer is in memory.
+    `observe` sees the inputs of matrices; of those that share one (q, k and v; gate and up), the
+    first tells.
     """
 
     def __init__(
-        self, config: ModelConfig, read: ReadWeights, *, keep_weights: bool = True
+        self,
+        config: ModelConfig,
+        read: ReadWeights,
+        *,
+        keep_weights: bool = True,
+        observe: Observe = _observe_nothing,
     ) -> None:
         self.config = config
         self._read = read
         self._kept: dict[str, Float32] | None = {} if keep_weights else None
+        self._observe = observe
         self._tables: dict[str, Float32] = {}  # rope, of the rows below
         self._table_rows = range(0)
 
@@ -93,16 +107,25 @@ class FloatModel:
         if self.config.post_norms:
             attended = self._norm(attended, weights["attention_out_norm"])
         x = x + attended
-        fed = self._mlp(weights, self._norm(x, weights["post_attention_layernorm"]))
+        fed = self._mlp(index, weights, self._norm(x, weights["post_attention_layernorm"]))
         if self.config.post_norms:
             fed = self._norm(fed, weights["mlp_out_norm"])
         return x + fed
 
     def head(self, x: Float32) -> Float32:
         """(T, D) of the last layer -> logits (T, V)."""
-        name = "embed_tokens" if self.config.tie_word_embeddings else "lm_head"
-        out: Float32 = self._norm(x, self._weights("norm")) @ self._weights(name).T
+        out: Float32 = self.head_input(x) @ self._weights(self._head_name).T
         return _softcap(out, self.config.logit_softcap)
+
+    def head_input(self, x: Float32) -> Float32:
+        """(T, D) of the last layer -> (T, D), what the head's matrix meets."""
+        y = self._norm(x, self._weights("norm"))
+        self._observe(self._head_name, y)
+        return y
+
+    @property
+    def _head_name(self) -> str:
+        return "embed_tokens" if self.config.tie_word_embeddings else "lm_head"
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -131,6 +154,7 @@ class FloatModel:
         self, index: int, weights: dict[str, Float32], y: Float32, cache: FloatCache
     ) -> Float32:
         config, num_rows = self.config, len(y)
+        self._observe(f"layer.{index}.q_proj", y)
         q, k, v = (y @ weights[f"{name}_proj"].T for name in "qkv")
         if config.qkv_bias:
             q, k, v = q + weights["q_bias"], k + weights["k_bias"], v + weights["v_bias"]
@@ -158,6 +182,7 @@ class FloatModel:
         p /= p.sum(axis=-1, keepdims=True)
         out = p @ values.transpose(1, 0, 2)[:, None]  # (K, H/K, T, hd)
         flat: Float32 = out.transpose(2, 0, 1, 3).reshape(num_rows, -1)
+        self._observe(f"layer.{index}.o_proj", flat)
         return flat @ weights["o_proj"].T
 
     def _rotate(self, index: int, x: Float32, start: int) -> Float32:
@@ -178,7 +203,8 @@ class FloatModel:
         out[..., second] = a * sin + b * cos
         return out
 
-    def _mlp(self, weights: dict[str, Float32], y: Float32) -> Float32:
+    def _mlp(self, index: int, weights: dict[str, Float32], y: Float32) -> Float32:
+        self._observe(f"layer.{index}.gate_proj", y)
         gate, up = y @ weights["gate_proj"].T, y @ weights["up_proj"].T
         if self.config.activation == "gelu_tanh":
             inner = math.sqrt(2 / math.pi) * (gate + np.float32(0.044715) * gate**3)
@@ -186,7 +212,9 @@ class FloatModel:
         else:
             with np.errstate(over="ignore"):  # e^-x of a large negative x: the quotient is 0
                 gate = gate / (1 + np.exp(-gate))
-        out: Float32 = (gate * up).astype(np.float32, copy=False) @ weights["down_proj"].T
+        inner_rows = (gate * up).astype(np.float32, copy=False)
+        self._observe(f"layer.{index}.down_proj", inner_rows)
+        out: Float32 = inner_rows @ weights["down_proj"].T
         return out
 
 
