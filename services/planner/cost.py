@@ -32,6 +32,8 @@ from shared.wire import row_bytes
 
 BITS = (4, 8, 16)
 FRAME_BYTES = 300  # of a step message beside its hidden states
+MAX_SLICE_ROWS = 128  # of a prompt, as workers cut it
+MAX_WORKING_BYTES = 8_000_000
 FLOAT_BYTES, HALF_BYTES = 4, 2
 
 
@@ -163,7 +165,7 @@ def sequence_bytes(layer: LayerSpec, context: int) -> int:
 
 @cache
 def attention_multiply_adds(layer: LayerSpec, context: int) -> int:
-    """Multiply-adds of attention itself of one token at position `context`, projections left out."""
+    """Multiply-adds of attention itself of a token at position `context`, projections left out."""
     match layer.attention:
         case GroupedQueryAttention() as spec:
             return 2 * spec.num_attention_heads * spec.head_dim * context
@@ -266,6 +268,11 @@ def working_bytes(model: ModelSpec, num_tokens: int) -> int:
     )  # fmt: skip
     vectors = hop_vectors(model, model.num_hidden_layers)
     return FLOAT_BYTES * num_tokens * (4 * vectors * model.hidden_size + 2 * widest)
+
+
+def slice_rows(model: ModelSpec) -> int:
+    """Rows of a step that keep a worker's buffers small beside a weak node's memory."""
+    return max(1, min(MAX_SLICE_ROWS, MAX_WORKING_BYTES // working_bytes(model, 1)))
 
 
 @dataclass(frozen=True, slots=True)

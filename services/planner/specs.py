@@ -1,7 +1,8 @@
 """What a model, a machine, a network and the servers are, as values. Knows no file and no formula.
 
 Names of model sizes are Hugging Face's. Bytes, seconds, watts, and multiply-adds (one of which is
-two of a data sheet's operations).
+two of a data sheet's operations). Specs that have a name are compared by identity, which makes them
+cheap keys: a library holds one of each name.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class ExpertMlp:
     """A router, routed experts and shared ones, each with gate, up and down.
 
     With `latent_size` the routed experts work on a projection of the hidden state to so many
-    values; the shared ones always on the hidden state itself. 0 is without. `routing_bias` is a number an
-    expert that keeps their loads even (DeepSeek-V3, 2.1.2).
+    values; the shared ones always on the hidden state itself. 0 is without. `routing_bias` is a
+    number an expert that keeps their loads even (DeepSeek-V3, 2.1.2).
     """
 
     num_experts: int
@@ -100,14 +101,14 @@ class Published:
     active_tolerance: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelSpec:
     """A decoder. `layers` in their order.
 
     `residual_block_layers` is the block size of attention residuals (Kimi K3), whose hops carry
     the outputs of all earlier blocks; 0 is without. `embedding_bits` is what embedding and head are
-    kept in where that differs from the layers; 0 is no difference. `sources` says where each number is
-    from, `unsure` which are doubtful and why.
+    kept in where that differs from the layers; 0 is no difference. `sources` says where each number
+    is from, `unsure` which are doubtful and why.
     """
 
     name: str
@@ -120,15 +121,15 @@ class ModelSpec:
     published: Published
     residual_block_layers: int = 0
     embedding_bits: int = 0
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
-    unsure: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    unsure: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class NodeSpec:
     """One kind of machine, or of worker on a machine.
 
@@ -157,8 +158,8 @@ class NodeSpec:
     local_store_bytes: int = 0
     host_cores: int = 0
     hop_cpu_s: float = 0.0
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
-    unsure: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    unsure: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weight_bytes_per_s(self) -> float:
@@ -185,7 +186,7 @@ class NetworkTier:
     uplink_bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class NetworkSpec:
     """`loss` is the share of packets that is lost, each costing `retransmit_s`."""
 
@@ -194,8 +195,8 @@ class NetworkSpec:
     tiers: tuple[NetworkTier, ...]
     loss: float
     retransmit_s: float
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
-    unsure: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    unsure: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rack_size(self) -> int:
@@ -203,7 +204,7 @@ class NetworkSpec:
         return self.tiers[0].size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ServerSpec:
     """What one node of RabbitMQ and one shard of Redis carry.
 
@@ -216,13 +217,16 @@ class ServerSpec:
     broker_messages_per_s: float
     broker_bytes_per_s: float
     broker_hop_s: float
+    broker_connections: int
+    broker_max_nodes: int
     redis_operations_per_s: float
     redis_bytes_per_s: float
     redis_round_trip_s: float
     redis_memory_bytes: int
+    redis_max_shards: int
     max_utilisation: float
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
-    unsure: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    unsure: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
