@@ -76,7 +76,7 @@ def tensor_bytes(tensor: Tensor, bits: int) -> int:
 @cache
 def _packed_bytes(kind: str, rows: int, cols: int) -> int:
     # A row block too wide for the store is cut by columns there; that changes no byte.
-    store = max(256 * 1024, 24 * cols)
+    store = max(256 * 1024, 64 * cols)
     return matrix_bytes(
         kind, rows, cols, choose_chunk_rows(kind, rows, cols, local_store_bytes=store)
     )
@@ -258,6 +258,7 @@ def expert_message_bytes(layer: LayerSpec, hidden_size: int, wire: Wire = Wire.F
     return FRAME_BYTES + row_bytes(wire, expert_width(layer, hidden_size))
 
 
+@cache
 def working_bytes(model: ModelSpec, num_tokens: int) -> int:
     """A worker's buffers for a step of so many tokens: hidden states in and out, the widest inner
     vector twice, and messages being read and written, binary32."""

@@ -113,7 +113,8 @@ class Search:
 
     placements: dict[Strategy, Placement]
     misfits: dict[Strategy, str]
-    least_nodes: dict[Strategy, int]
+    shortages: dict[Strategy, dict[str, int]]  # the fewest nodes by kind that would make one
+    least_nodes: dict[Strategy, int]  # that the strategy takes with the kinds there are
 
     @property
     def best(self) -> Placement | None:
@@ -126,6 +127,7 @@ def search(demand: Demand, pool: Pool, wire: Wire, wishes: Wishes) -> Search:
     around = Surroundings(pool.network, pool.servers, wire)
     placements: dict[Strategy, Placement] = {}
     misfits: dict[Strategy, str] = {}
+    shortages: dict[Strategy, dict[str, int]] = {}
     least: dict[Strategy, int] = {}
     for strategy in Strategy if wishes.strategy is None else [wishes.strategy]:
         if strategy is Strategy.EXPERT and not _has_experts(demand.model):
@@ -133,29 +135,35 @@ def search(demand: Demand, pool: Pool, wire: Wire, wishes: Wishes) -> Search:
             continue
         best: Placement | None = None
         why: list[Misfit] = []
-        short: list[int] = []
+        lacking: list[dict[str, int]] = []
+        needed: list[int] = []
         for stages in _cuts(demand, pool, strategy, wishes, why):
             for batch in BATCHES:
                 if batch > demand.max_rows or batch > (wishes.concurrency or math.inf):
                     break
                 choice = _Choice(demand, around, strategy, stages, batch, pool, wishes)
-                short.append(choice.least_nodes)
+                lacking.append(choice.lacking())
+                needed.append(choice.least_nodes)
                 found = choice.place(best)
                 if found is not None and (best is None or _order(found) > _order(best)):
                     best = found
-        if short:
-            least[strategy] = min(short)
+        if needed:
+            least[strategy] = min(needed)
         if best is not None:
             placements[strategy] = best
-        elif short:
-            misfits[strategy] = (
-                f"it takes {min(short):,} nodes, and the pool has {pool.num_nodes:,}"
-            )
+        elif needed:
+            short = min(lacking, key=lambda each: sum(each.values()))
+            if short:
+                shortages[strategy] = short
+                names = " and ".join(f"{number:,} {name}" for name, number in short.items())
+                misfits[strategy] = f"the pool lacks {names}: it takes {min(needed):,} nodes"
+            else:
+                misfits[strategy] = f"no token comes within {wishes.max_token_s:g} s"
         else:
             widest = max(misfit.width for misfit in why)
             last = [misfit for misfit in why if misfit.width == widest]
             misfits[strategy] = str(min(last, key=lambda m: m.need_bytes / m.room_bytes))
-    return Search(placements, misfits, least)
+    return Search(placements, misfits, shortages, least)
 
 
 def _order(placement: Placement) -> tuple[float, float, int]:
@@ -258,6 +266,17 @@ class _Choice:
         self.least_nodes = sum(slot.number for slot in self._slots) * (1 + wishes.spares)
         self._counts = {kind.node.name: kind.count for kind in pool.nodes}
 
+    def lacking(self) -> dict[str, int]:
+        """Nodes by kind that are missing for one copy of each slot and its spares."""
+        need: Counter[str] = Counter()
+        for slot in self._slots:
+            need[slot.node.name] += slot.number * (1 + self._wishes.spares)
+        return {
+            name: number - self._counts[name]
+            for name, number in need.items()
+            if number > self._counts[name]
+        }
+
     def place(self, best: Placement | None) -> Placement | None:
         """None if it cannot be, or carries less than `best`."""
         token_s = self._latency.total
@@ -283,9 +302,7 @@ class _Choice:
             self._steps,
             self._with_spares(copies),
             rate,
-            min(rate * token_s, self._wishes.concurrency or math.inf)
-            if self._wishes.concurrency is None
-            else float(self._wishes.concurrency),
+            float(self._wishes.concurrency or rate * token_s),
             self._latency,
             Traffic(self._traffic.messages / self._batch, self._traffic.num_bytes / self._batch),
             bound,

@@ -30,8 +30,9 @@ def read_model(name: str, table: Table) -> ModelSpec:
     attentions = {key: _read_attention(kind) for key, kind in table.table("attention").items()}
     mlps = {key: _read_mlp(kind) for key, kind in table.table("mlp").items()}
     layers: list[LayerSpec] = []
+    known: dict[str, LayerSpec] = {}
     for run in table.tables("layers"):
-        pattern = [_layer(run, text, attentions, mlps) for text in run.texts("of")]
+        pattern = [_layer(run, text, known, attentions, mlps) for text in run.texts("of")]
         layers += pattern * run.whole("times", 1)
         run.done()
         if len(layers) > MAX_LAYERS:
@@ -67,7 +68,11 @@ def read_model(name: str, table: Table) -> ModelSpec:
 
 
 def _layer(
-    run: Table, text: str, attentions: Mapping[str, Attention], mlps: Mapping[str, Mlp]
+    run: Table,
+    text: str,
+    known: dict[str, LayerSpec],
+    attentions: Mapping[str, Attention],
+    mlps: Mapping[str, Mlp],
 ) -> LayerSpec:
     attention, plus, mlp = text.partition("+")
     if not plus or attention not in attentions or mlp not in mlps:
@@ -76,7 +81,7 @@ def _layer(
             f"must name an attention and an mlp of this file, as in "
             f"{next(iter(attentions))}+{next(iter(mlps))}, got {text!r:.80}",
         )
-    return LayerSpec(attentions[attention], mlps[mlp])
+    return known.setdefault(text, LayerSpec(attentions[attention], mlps[mlp]))
 
 
 def _read_attention(table: Table) -> Attention:

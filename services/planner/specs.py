@@ -1,8 +1,8 @@
 """What a model, a machine, a network and the servers are, as values. Knows no file and no formula.
 
 Names of model sizes are Hugging Face's. Bytes, seconds, watts, and multiply-adds (one of which is
-two of a data sheet's operations). Specs that have a name are compared by identity, which makes them
-cheap keys: a library holds one of each name.
+two of a data sheet's operations). Layers, and specs that have a name, are compared by identity,
+which makes them cheap keys: a library holds one of each.
 """
 
 from __future__ import annotations
@@ -85,8 +85,10 @@ class ExpertMlp:
 Mlp = DenseMlp | ExpertMlp
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerSpec:
+    """Alike layers of a model are one object."""
+
     attention: Attention
     mlp: Mlp
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from services.planner.cost import (
     embedding_bytes,
@@ -114,12 +114,14 @@ def num_heads(layer: LayerSpec) -> int:
             return spec.num_attention_heads
 
 
+@cache
 def slice_share(layer: LayerSpec, width: int) -> float:
     """The part of a layer's weights that the largest of `width` slices has: whole heads."""
     heads = num_heads(layer)
     return math.ceil(heads / width) / heads
 
 
+@cache
 def sliced_sequence_bytes(layer: LayerSpec, context: int, width: int) -> int:
     """What a sequence takes in one slice: KV heads and states are shared out, MLA's latent, which
     every head reads, is in every slice."""
@@ -215,76 +217,68 @@ class _Packer:
         self._streams = streams
         self._width = width
         self._units: list[_Unit] = []
-        self._next_layer: int | None = None
+        self._used = 0  # bytes that they need
 
     def add(self, unit: _Unit, *, starts: bool, may_start: bool) -> Misfit | None:
         """Put a unit into this stage or the next; None when it is placed."""
         if starts:
             self.flush()
-        if self._fits([*self._units, unit], self._width):
+        need = self._need(unit, self._width)
+        if self._used + need > self._room and self._units and not may_start:
+            whole = self._used + need
+            return Misfit(f"a group with {unit.what}", self._width, self._node, whole, self._room)
+        if self._used + need > self._room:
+            self.flush()
+        if self._used + need <= self._room:
             self._units.append(unit)
-            return None
-        if not may_start:
-            need = self._need([*self._units, unit], self._width)
-            return Misfit(f"a group with {unit.what}", self._width, self._node, need, self._room)
-        self.flush()
-        if self._fits([unit], self._width):
-            self._units.append(unit)
+            self._used += need
             return None
         may_split = unit.layer is None or self._strategy is Strategy.EXPERT
         widest = unit.max_width if may_split else self._width
         for width in range(self._width + 1, widest + 1):
-            if self._fits([unit], width):
+            if self._need(unit, width) <= self._room:
                 self._units.append(unit)
                 self._close(width)
                 return None
         what = f"{unit.what} in {widest} slices" if widest > 1 else unit.what
-        return Misfit(what, widest, self._node, self._need([unit], widest), self._room)
+        return Misfit(what, widest, self._node, self._need(unit, widest), self._room)
 
     def flush(self) -> None:
         if self._units:
             self._close(self._width)
 
-    def _fits(self, units: list[_Unit], width: int) -> bool:
-        return self._need(units, width) <= self._room
+    def _need(self, unit: _Unit, width: int) -> int:
+        return self._weights(unit, width) + self._streams * self._sequence(unit, width)
 
-    def _need(self, units: list[_Unit], width: int) -> int:
-        return self._weights(units, width) + self._streams * self._sequence(units, width)
-
-    def _weights(self, units: list[_Unit], width: int) -> int:
-        return sum(math.ceil(unit.weight_bytes * self._share(unit, width)) for unit in units)
-
-    def _share(self, unit: _Unit, width: int) -> float:
+    def _weights(self, unit: _Unit, width: int) -> int:
         if width == 1:
-            return 1.0
+            return unit.weight_bytes
         if unit.layer is None:
-            return 1.0 / width
-        return slice_share(self._demand.model.layers[unit.layer], width)
+            return -(-unit.weight_bytes // width)
+        share = slice_share(self._demand.model.layers[unit.layer], width)
+        return math.ceil(unit.weight_bytes * share)
 
-    def _sequence(self, units: list[_Unit], width: int) -> int:
-        if width == 1:
-            return sum(unit.sequence_bytes for unit in units)
-        layers = self._demand.model.layers
-        return sum(
-            sliced_sequence_bytes(layers[unit.layer], self._demand.context, width)
-            for unit in units
-            if unit.layer is not None
-        )
+    def _sequence(self, unit: _Unit, width: int) -> int:
+        if width == 1 or unit.layer is None:
+            return unit.sequence_bytes
+        layer = self._demand.model.layers[unit.layer]
+        return sliced_sequence_bytes(layer, self._demand.context, width)
 
     def _close(self, width: int) -> None:
         units, self._units = self._units, []
+        self._used = 0
         layers = [unit.layer for unit in units if unit.layer is not None]
         embeds = units[0].what == "the embedding"
         has_head = units[-1].what == "the head"
         before = self.stages[-1].end_layer if self.stages else 0
         first = layers[0] if layers else before
         end = layers[-1] + 1 if layers else before
-        weights = self._weights(units, width)
+        weights = sum(self._weights(unit, width) for unit in units)
         whole = sum(unit.weight_bytes for unit in units)
         self.stages.append(
             Stage(
                 first, end, embeds, has_head, self._node, width, weights / whole, weights,
-                self._sequence(units, width),
+                sum(self._sequence(unit, width) for unit in units),
             )
         )  # fmt: skip
 
