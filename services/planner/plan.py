@@ -86,6 +86,12 @@ class Plan:
         return self.placement.tokens_per_s
 
     @property
+    def resident_sequences(self) -> float:
+        """Sequences that have room at a time; others wait until one ends."""
+        rooms = [c.active * c.slot.streams for c in self.placement.copies if c.slot.sequence_bytes]
+        return min(rooms, default=math.inf)
+
+    @property
     def replicas(self) -> float:
         """Copies of the whole model that the pool's active slots hold, by weight."""
         active = sum(c.active * c.slot.number * c.slot.weight_bytes for c in self.placement.copies)

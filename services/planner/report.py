@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.planner.placement import Placement
 from services.planner.plan import Impossible, Plan
-from services.planner.stages import Strategy
+from services.planner.stages import Strategy, room_bytes
 from services.planner.timing import Seconds
 from services.planner.units import (
     human_bytes,
@@ -16,6 +16,7 @@ from services.planner.units import (
     scaled,
     share,
     three_digits,
+    times_full,
 )
 
 
@@ -86,11 +87,12 @@ def _memory(plan: Plan) -> Section:
         )
         for line in plan.memory
     ]
-    notes = []
-    wide = [stage for stage in plan.placement.stages if stage.width > 1]
-    if wide:
-        names = _layers_of(plan)
-        notes.append(f"No {wide[0].node.name} holds these whole, or slices are faster: {names}")
+    notes = list(_splits(plan))
+    resident = plan.resident_sequences
+    if plan.placement.streams > resident + 1:
+        notes.append(
+            f"{human_count(resident)} sequences have room, the others wait until one of them ends"
+        )
     return Section(
         "Memory of a node, by what it holds",
         ("slot", "node", "different", "weights", "sequences", "worker", "left"),
@@ -100,23 +102,31 @@ def _memory(plan: Plan) -> Section:
     )
 
 
-def _layers_of(plan: Plan) -> str:
-    """Which parts are split, in words."""
-    parts: dict[str, list[int]] = {}
+def _splits(plan: Plan) -> Iterator[str]:
+    """Which parts are cut into slices, and whether they have to be."""
+    alike: dict[tuple[str, int, int, str], list[int]] = {}
     for stage in plan.placement.stages:
-        if stage.width > 1:
-            name = f"in {stage.width} slices"
-            held = parts.setdefault(name, [])
-            held += range(stage.first_layer, stage.end_layer)
-            if stage.num_layers == 0:
-                parts[f"the {'embedding' if stage.embeds else 'head'} {name}"] = []
-    texts = []
-    for name, layers in parts.items():
-        if layers:
-            texts.append(f"{'layer' if len(layers) == 1 else 'layers'} {_ranges(layers)} {name}")
-        elif name.startswith("the "):
-            texts.append(name)
-    return "; ".join(texts)
+        if stage.width == 1:
+            continue
+        whole = round(stage.weight_bytes / stage.share)
+        what = "trunk" if stage.expert_node is not None else "layer"
+        if stage.num_layers == 0:
+            what = "embedding" if stage.embeds else "head"
+        layers = alike.setdefault((what, whole, stage.width, stage.node.name), [])
+        layers += range(stage.first_layer, stage.end_layer)
+    rooms = {kind.node.name: room_bytes(kind.node, plan.demand) for kind in plan.pool.nodes}
+    for (what, whole, width, node), layers in alike.items():
+        room = rooms[node]
+        named = f"the {what}" if not layers else f"the {what} of {_named(layers)}"
+        if whole > room:
+            why = f"does not fit one {node}, which has {human_bytes(room)} for it"
+        else:
+            why = f"leaves a {node} too little for sequences, or is faster so"
+        yield f"{named}, {human_bytes(whole)}, {why}: {width} slices"
+
+
+def _named(layers: Sequence[int]) -> str:
+    return f"{'layer' if len(layers) == 1 else 'layers'} {_ranges(layers)}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -322,7 +332,7 @@ def _limits(plan: Plan) -> Section:
             limit.what,
             f"{scaled(limit.used)}{limit.unit}",
             f"{scaled(limit.available)}{limit.unit}",
-            share(limit.utilisation),
+            times_full(limit.utilisation),
             human_count(limit.full_at_nodes),
         )
         for limit in plan.limits
@@ -343,21 +353,21 @@ def _limits(plan: Plan) -> Section:
 
 
 def _doubts(plan: Plan) -> list[Section]:
-    """Numbers of the data files that are not sure."""
+    """Which numbers of the data files are not sure; why is said there and in --json."""
     rows = [
-        (name, spec_field, why)
-        for name, notes in (
-            (plan.model.name, plan.model.unsure),
-            *((kind.node.name, kind.node.unsure) for kind in plan.pool.nodes),
-            (plan.pool.network.name, plan.pool.network.unsure),
-            (plan.pool.servers.name, plan.pool.servers.unsure),
+        (spec.name, ", ".join(spec.unsure))
+        for spec in (
+            plan.model,
+            *(kind.node for kind in plan.pool.nodes),
+            plan.pool.network,
+            plan.pool.servers,
         )
-        for spec_field, why in notes.items()
+        if spec.unsure
     ]
     if not rows:
         return []
-    header = ("spec", "field", "why")
-    return [Section("Not sure", header, tuple(rows), (), frozenset({0, 1, 2}))]
+    header = ("spec", "numbers")
+    return [Section("Assumed or not sure", header, tuple(rows), (), frozenset({0, 1}))]
 
 
 def impossible_lines(found: Impossible) -> list[str]:

@@ -13,7 +13,7 @@ from services.planner.timing import Seconds
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """Names are those of the values; numbers are bytes, seconds, watts. What is infinite is null."""
+    """Numbers are bytes, seconds, watts; what is infinite is null."""
     return _finite(
         {
             "plan": "possible",
@@ -51,6 +51,16 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "bill": asdict(plan.bill),
             "failures": asdict(plan.failures),
             "servers": asdict(plan.load),
+            "unsure": {
+                spec.name: dict(spec.unsure)
+                for spec in (
+                    plan.model,
+                    *(kind.node for kind in plan.pool.nodes),
+                    plan.pool.network,
+                    plan.pool.servers,
+                )
+                if spec.unsure
+            },
             "limits": [
                 {**asdict(limit), "utilisation": limit.utilisation} for limit in plan.limits
             ],

@@ -58,3 +58,8 @@ def share(value: float) -> str:
     if 0.999 < value < 1:
         return f"{100 * value:.{min(9, 2 + math.ceil(-math.log10(1 - value)) - 2)}f} %"
     return f"{three_digits(100 * value)} %"
+
+
+def times_full(utilisation: float) -> str:
+    """A share in per cent, or how many times too little there is."""
+    return share(utilisation) if utilisation <= 1 else f"{three_digits(utilisation)} x"
