@@ -1,4 +1,4 @@
-"""`cellpipe plan`: what a model on a pool of machines needs, costs and gives, before it is there."""
+"""`cellpipe plan`: the bill of a model on a pool of machines, before it is built."""
 
 from __future__ import annotations
 

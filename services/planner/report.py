@@ -117,7 +117,10 @@ def _splits(plan: Plan) -> Iterator[str]:
     rooms = {kind.node.name: room_bytes(kind.node, plan.demand) for kind in plan.pool.nodes}
     for (what, whole, width, node), layers in alike.items():
         room = rooms[node]
-        named = f"the {what}" if not layers else f"the {what} of {_named(layers)}"
+        if not layers or what == "trunk":
+            named = f"the {what}" + (f" of {_named(layers)}" if layers else "")
+        else:
+            named = _named(layers)
         if whole > room:
             why = f"does not fit one {node}, which has {human_bytes(room)} for it"
         else:
@@ -356,12 +359,7 @@ def _doubts(plan: Plan) -> list[Section]:
     """Which numbers of the data files are not sure; why is said there and in --json."""
     rows = [
         (spec.name, ", ".join(spec.unsure))
-        for spec in (
-            plan.model,
-            *(kind.node for kind in plan.pool.nodes),
-            plan.pool.network,
-            plan.pool.servers,
-        )
+        for spec in (plan.model, *plan.pool.specs)
         if spec.unsure
     ]
     if not rows:

@@ -14,7 +14,7 @@ from services.planner.timing import Seconds
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """Numbers are bytes, seconds, watts; what is infinite is null."""
-    return _finite(
+    shown: dict[str, Any] = _finite(
         {
             "plan": "possible",
             **_asked(plan.model.name, plan.pool, plan.question),
@@ -53,12 +53,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "servers": asdict(plan.load),
             "unsure": {
                 spec.name: dict(spec.unsure)
-                for spec in (
-                    plan.model,
-                    *(kind.node for kind in plan.pool.nodes),
-                    plan.pool.network,
-                    plan.pool.servers,
-                )
+                for spec in (plan.model, *plan.pool.specs)
                 if spec.unsure
             },
             "limits": [
@@ -66,10 +61,11 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             ],
         }
     )
+    return shown
 
 
 def impossible_dict(found: Impossible) -> dict[str, Any]:
-    return _finite(
+    shown: dict[str, Any] = _finite(
         {
             "plan": "impossible",
             **_asked(found.model.name, found.pool, found.question),
@@ -81,6 +77,7 @@ def impossible_dict(found: Impossible) -> dict[str, Any]:
             ],
         }
     )
+    return shown
 
 
 def _asked(model: str, pool: Pool, question: Question) -> dict[str, Any]:

@@ -260,3 +260,8 @@ class Pool:
     def failures_per_hour(self) -> float:
         """Expected failures of all nodes together."""
         return sum(kind.count * kind.node.failures_per_hour for kind in self.nodes)
+
+    @property
+    def specs(self) -> tuple[NodeSpec | NetworkSpec | ServerSpec, ...]:
+        """Everything that it is made of."""
+        return (*(kind.node for kind in self.nodes), self.network, self.servers)
