@@ -15,7 +15,8 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from services.planner.specs import ExpertMlp, ModelSpec, NodeSpec, Pool
 from services.planner.stages import Demand, Misfit, Stage, Strategy, cut, num_heads, room_bytes
@@ -24,8 +25,8 @@ from shared.topology import Wire, even_layout
 
 STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-GRID = {1: 1, 2: 96, 3: 24}  # places where the layers of one kind of node may end, by kinds
-COARSE_GRID = 8
+GRID = {1: 1, 2: 32, 3: 8}  # places where the layers of one kind of node may end, by kinds
+COARSE_GRID = 5
 RATE_STEPS = 60  # of a bisection: the last bits of a double
 
 
@@ -138,8 +139,9 @@ def search(demand: Demand, pool: Pool, wire: Wire, wishes: Wishes) -> Search:
         lacking: list[dict[str, int]] = []
         needed: list[int] = []
         for stages in _cuts(demand, pool, strategy, wishes, why):
+            most = min(demand.max_rows, *(_streams(demand, stage) for stage in stages))
             for batch in BATCHES:
-                if batch > demand.max_rows or batch > (wishes.concurrency or math.inf):
+                if batch > min(most, wishes.concurrency or math.inf):
                     break
                 choice = _Choice(demand, around, strategy, stages, batch, pool, wishes)
                 lacking.append(choice.lacking())
@@ -282,8 +284,6 @@ class _Choice:
         token_s = self._latency.total
         if token_s > self._wishes.max_token_s:
             return None
-        if any(self._batch > slot.streams for slot in self._slots):
-            return None
         if not self._fits(0.0):
             return None
         ceiling, bound = self._ceiling()
@@ -390,24 +390,34 @@ def _slots(demand: Demand, stages: Sequence[Stage], steps: Sequence[StageStep]) 
     """The slots of all stages, alike ones together."""
     counted: Counter[Slot] = Counter()
     for stage, step in zip(stages, steps, strict=True):
-        free = room_bytes(stage.node, demand) - stage.weight_bytes
-        streams = free // stage.sequence_bytes if stage.sequence_bytes else math.inf
-        what = _name(stage)
-        trunk = Slot(
-            what, stage.node, 1, stage.weight_bytes, stage.sequence_bytes, streams,
-            step.trunk_busy_s / step.batch,
-        )  # fmt: skip
+        trunk, experts = _stage_slots(demand, stage, step)
         counted[trunk] += stage.width
-        if stage.expert_node is not None:
-            experts = Slot(
-                f"{max(1, round(stage.experts_per_slot))} experts", stage.expert_node, 1,
-                stage.expert_slot_bytes, 0, math.inf, step.expert_busy_s / step.batch,
-            )  # fmt: skip
+        if experts is not None:
             counted[experts] += stage.expert_slots
-    return tuple(
-        Slot(s.what, s.node, number, s.weight_bytes, s.sequence_bytes, s.streams, s.busy_s)
-        for s, number in counted.items()
-    )
+    return tuple(replace(slot, number=number) for slot, number in counted.items())
+
+
+@lru_cache(maxsize=1 << 16)
+def _stage_slots(demand: Demand, stage: Stage, step: StageStep) -> tuple[Slot, Slot | None]:
+    trunk = Slot(
+        _name(stage), stage.node, 1, stage.weight_bytes, stage.sequence_bytes,
+        _streams(demand, stage), step.trunk_busy_s / step.batch,
+    )  # fmt: skip
+    if stage.expert_node is None:
+        return trunk, None
+    name = f"{max(1, round(stage.experts_per_slot))} experts"
+    experts = Slot(
+        name, stage.expert_node, 1, stage.expert_slot_bytes, 0, math.inf,
+        step.expert_busy_s / step.batch,
+    )  # fmt: skip
+    return trunk, experts
+
+
+def _streams(demand: Demand, stage: Stage) -> float:
+    """Sequences that have room in one trunk slot."""
+    if stage.sequence_bytes == 0:
+        return math.inf
+    return (room_bytes(stage.node, demand) - stage.weight_bytes) // stage.sequence_bytes
 
 
 def _name(stage: Stage) -> str:

@@ -67,7 +67,7 @@ class Traffic:
         return Traffic(self.messages + other.messages, self.num_bytes + other.num_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StageStep:
     """A step of `batch` tokens in one stage.
 

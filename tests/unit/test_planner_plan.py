@@ -188,7 +188,7 @@ some_wishes = st.builds(
     spares=st.integers(0, 1),
 )
 QUIET = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 
 
