@@ -23,8 +23,9 @@ from services.planner.cost import (
     trunk_multiply_adds,
 )
 from services.planner.network import Link
+from services.planner.slices import Demand, sliced_sequence_bytes
 from services.planner.specs import ModelSpec, NetworkSpec, NodeSpec, ServerSpec
-from services.planner.stages import Demand, Stage, sliced_sequence_bytes
+from services.planner.stages import Stage
 from shared.topology import Wire
 from shared.wire import row_bytes
 
