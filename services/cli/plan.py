@@ -129,13 +129,13 @@ def plan(
         print_plan(found)
 
 
-def open_library(files: list[Path]) -> Library:
+def open_library(files: list[Path], *, calibrated: bool = True) -> Library:
     """Our specs, those of this machine's calibration and those of the files."""
     from services.planner.library import builtin_library
 
     library = builtin_library()
     calibration = load_config(quiet=True).cache_dir / CALIBRATION_FILE
-    if calibration.exists():
+    if calibrated and calibration.exists():
         library.add_file(calibration)
     for file in files:
         library.add_file(file)

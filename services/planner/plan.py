@@ -155,7 +155,7 @@ def first_token(
     rows = min(demand.max_rows, MAX_SLICE_ROWS, prompt)
     number = math.ceil(prompt / rows)
     rows = math.ceil(prompt / number)
-    steps = [stage_step(demand, around, s, rows, max(1, prompt // 2)).latency for s in stages]
+    steps = [stage_step(demand, around, s, rows, max(1, prompt // 2), True).latency for s in stages]
     total = Seconds()
     for step in steps:
         total = total.plus(step)
@@ -163,6 +163,9 @@ def first_token(
     behind = number - 1
     return total.plus(
         Seconds(
-            slowest.dma * behind, slowest.compute * behind, 0.0, slowest.worker * behind
+            slowest.dma * behind,
+            slowest.compute * behind,
+            around.servers.admission_s,
+            slowest.worker * behind,
         )
     )  # fmt: skip
