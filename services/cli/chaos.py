@@ -108,7 +108,7 @@ def chaos(
     """
     from services.chaos.report import to_dict, to_lines
     from services.chaos.run import ChaosOptions, run_chaos
-    from services.chaos.schedule import parse_duration
+    from shared.config import parse_duration
 
     end_clean_at_sigterm()
     config = load_config(quiet=True)
@@ -152,7 +152,7 @@ def chaos(
 
 
 def _duration(text: str | None, requests: int | None) -> float | None:
-    from services.chaos.schedule import parse_duration
+    from shared.config import parse_duration
     from shared.local_cluster.load import MAX_DURATION_S
 
     if text is None:
