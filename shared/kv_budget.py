@@ -25,19 +25,17 @@ class KvBudget:
         halves = [] if max_requests is None else [max_requests // 2]
         self._max_batch = min([*halves, *([] if max_batch is None else [max_batch])], default=None)
         self.worker_bytes: int | None = None
+        self.reserved_bytes = 0
+        self._held_bytes = 0
         self._reserved: dict[str, int] = {}
         self._held: dict[str, int] = {}
         self._batch: set[str] = set()  # those of the reserved that are of batches
-
-    @property
-    def reserved_bytes(self) -> int:
-        return sum(self._reserved.values())
 
     def fits(self, num_bytes: int, *, is_batch: bool = False) -> bool:
         """Whether there is room for one more request, of so many bytes."""
         if self._max_requests is not None and len(self._reserved) >= self._max_requests:
             return False
-        held_bytes = sum(self._held.values())
+        held_bytes = self._held_bytes
         # One alone runs whatever a worker that left has taken with it: the others wait behind it.
         if self.worker_bytes is not None and 0 < held_bytes > self.worker_bytes - num_bytes:
             return False
@@ -52,14 +50,17 @@ class KvBudget:
 
         `shared_bytes` are beside them, in the workers' memory alone.
         """
+        self.release(request_id)
         self._reserved[request_id] = num_bytes
         self._held[request_id] = num_bytes + shared_bytes
+        self.reserved_bytes += num_bytes
+        self._held_bytes += num_bytes + shared_bytes
         if is_batch:
             self._batch.add(request_id)
 
     def release(self, request_id: str) -> None:
-        self._reserved.pop(request_id, None)
-        self._held.pop(request_id, None)
+        self.reserved_bytes -= self._reserved.pop(request_id, 0)
+        self._held_bytes -= self._held.pop(request_id, 0)
         self._batch.discard(request_id)
 
     def _fits_beside(self, num_bytes: int) -> bool:
@@ -69,7 +70,6 @@ class KvBudget:
         if self._max_batch is not None and len(self._batch) >= self._max_batch:
             return False
         # None but those of batches has anything reserved.
-        held_bytes = sum(self._held.values())
-        if self.worker_bytes is not None and held_bytes + num_bytes > self.worker_bytes // 2:
+        if self.worker_bytes is not None and self._held_bytes + num_bytes > self.worker_bytes // 2:
             return False
         return self.max_bytes is None or self.reserved_bytes + num_bytes <= self.max_bytes // 2
