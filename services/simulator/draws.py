@@ -41,24 +41,23 @@ class Block:
         return self._values[self._next - 1]
 
     def run(self, count: int) -> list[float]:
-        """`count` of them, at most the size of a block."""
+        """`count` of them."""
         if self._next + count > len(self._values):
-            self._refill()
+            self._refill(count)
         first = self._next
         self._next = first + count
         return self._values[first : self._next]
 
-    def _refill(self) -> None:
-        self._values = self._draw(self._size).tolist()
+    def _refill(self, at_least: int = 1) -> None:
+        self._values = self._draw(max(self._size, at_least)).tolist()
         self._next = 0
 
 
-def turn_factors(rng: np.random.Generator, variation: float, *, at_least: int) -> Block:
+def turn_factors(rng: np.random.Generator, variation: float) -> Block:
     """Factors of mean 1 and this coefficient of variation: gamma, which is exponential at 1."""
-    size = max(BLOCK, at_least)
     if variation == 0.0:
-        return Block(np.ones, size)
+        return Block(np.ones)
     if variation == 1.0:
-        return Block(lambda n: rng.standard_exponential(n), size)
+        return Block(lambda n: rng.standard_exponential(n))
     shape = 1.0 / variation**2
-    return Block(lambda n: rng.gamma(shape, 1.0 / shape, n), size)
+    return Block(lambda n: rng.gamma(shape, 1.0 / shape, n))

@@ -118,66 +118,79 @@ class Passage:
 
     def window(self, end_s: float) -> None:
         """Take everything that arrives before `end_s` as far as it gets until then."""
-        boxes, factor, hops = self._boxes, self._factors.one, self._hops
-        loss_s, stall_s = self._lost_s, self.stall_s
-        is_lossy = self._world.network.loss > 0.0
-        max_rows, busy_s, num_visits = self._max_rows, 0.0, 0
-        for group, box in enumerate(boxes[:-1]):
-            if not box:
-                continue
-            box.sort()
-            following, last = boxes[group + 1], group + 1 == self._num_groups
-            num_taken = 0
-            for t, _, item, ticket in box:
-                if t >= end_s:
+        num_visits = 0
+        for group, box in enumerate(self._boxes[:-1]):
+            while box:
+                box.sort()
+                if box[0][0] >= end_s:
                     break
-                num_taken += 1
-                if ticket != item.ticket:
-                    continue
-                rows, clock = item.num_rows, item.route[group]
-                start_s, done_s, num_rows, turn_s, row_s, _worker = clock
-                if t <= start_s and num_rows + rows <= max_rows:
-                    took_s = row_s * rows
-                    clock[2] = num_rows + rows
-                    done_s += took_s
-                elif t < done_s:
-                    if done_s == INF:
-                        self._agenda.now_s = t
-                        met = self._meet(item, group, t)
-                        if met is None:
-                            continue
-                        clock, took_s = met[0].clock, 0.0
-                        t = met[1]
-                        done_s = self._compute(rows, met[0], t)
-                    else:
-                        took_s = (turn_s + row_s * rows) * factor()
-                        clock[0], clock[2] = done_s, rows
-                        done_s += took_s
-                else:
-                    took_s = (turn_s + row_s * rows) * factor()
-                    clock[0], clock[2] = t, rows
-                    done_s = t + took_s
-                clock[1] = item.until_s = done_s
-                busy_s += took_s
-                item.group = group + 1
-                self._number = number = self._number + 1
-                if done_s - t > stall_s:
-                    self.slow(item.request)
-                if last:
-                    following.append((done_s, number, item, ticket))
-                    continue
-                hop_s = hops[group + 1] if rows == 1 else self._hop_s(group + 1, rows)
-                if is_lossy:
-                    hop_s += loss_s(1, rows)
-                following.append((done_s + hop_s + self._wait_s, number, item, ticket))
-                if group == 0 and item.end <= item.request.committed_position:
-                    self._agenda.at(done_s, self.next_slice, item.request, item.request.epoch)
-            num_visits += num_taken
-            del box[:num_taken]
-        self._figures.busy(end_s, busy_s)
+                num_taken = bisect_left(box, (end_s,))
+                arrived = box[:num_taken]
+                del box[:num_taken]
+                num_visits += num_taken
+                self._take(group, arrived, end_s)
+                if group:
+                    break  # only group 0 gets more within: the next slices of prompts
         self._charge(num_visits, end_s)
         self._end_passes(end_s)
         self._agenda.now_s = end_s
+
+    def _take(self, group: int, arrived: list[tuple[float, int, Pass, int]], end_s: float) -> None:
+        """Compute the steps that arrived at one group, in this order."""
+        loss_s, stall_s = self._lost_s, self.stall_s
+        factors = self._factors.run(len(arrived))
+        is_last, is_lossy = group + 1 == self._num_groups, self._world.network.loss > 0.0
+        append = self._boxes[group + 1].append
+        usual_hop_s = 0.0 if is_last else self._hops[group + 1] + self._wait_s
+        number, max_rows, busy_s = self._number, self._max_rows, 0.0
+        for (t, _, item, ticket), factor in zip(arrived, factors, strict=True):
+            if ticket != item.ticket:
+                continue
+            rows, clock = item.num_rows, item.route[group]
+            start_s, done_s, num_rows, turn_s, row_s, _worker = clock
+            if t <= start_s and num_rows + rows <= max_rows:
+                took_s = row_s * rows
+                clock[2] = num_rows + rows
+                done_s += took_s
+            elif t < done_s:
+                if done_s == INF:
+                    self._agenda.now_s = t
+                    self._number = number
+                    met = self._meet(item, group, t)
+                    number = self._number
+                    if met is None:
+                        continue
+                    clock, took_s, t = met[0].clock, 0.0, met[1]
+                    done_s = self._compute(rows, met[0], t)
+                else:
+                    took_s = (turn_s + row_s * rows) * factor
+                    clock[0], clock[2] = done_s, rows
+                    done_s += took_s
+            else:
+                took_s = (turn_s + row_s * rows) * factor
+                clock[0], clock[2] = t, rows
+                done_s = t + took_s
+            clock[1] = item.until_s = done_s
+            busy_s += took_s
+            item.group = group + 1
+            number += 1
+            if done_s - t > stall_s:
+                self.slow(item.request)
+            if is_last:
+                append((done_s, number, item, ticket))
+                continue
+            hop_s = usual_hop_s
+            if rows > 1:
+                hop_s = self._hop_s(group + 1, rows) + self._wait_s
+            if is_lossy:
+                hop_s += loss_s(1, rows)
+            append((done_s + hop_s, number, item, ticket))
+            if group == 0 and item.end <= item.request.committed_position:
+                self._agenda.now_s, self._number = done_s, number
+                self.next_slice(item.request, item.request.epoch)
+                number = self._number
+        self._number = number
+        self._figures.busy(end_s, busy_s)
 
     def computed(self, item: Pass, group: int, t: float) -> None:
         """A group has computed a pass: it goes on."""
@@ -351,7 +364,7 @@ class Passage:
         return done_s
 
     def _fails(self, item: Pass, worker: Worker, done_s: float) -> bool:
-        """Whether a flaky worker fails a step; after some of different requests it takes a break."""
+        """Whether a flaky worker fails a step; after some of different requests it rests."""
         assert worker.quarantine is not None, "whoever turns flaky has one"
         if self._choices.one() >= self._world.failures.flaky_share:
             worker.quarantine.succeeded()

@@ -186,9 +186,7 @@ class Recovery:
             self._passage.move(request, 0, request.sent_to)
         assert request.running is not None
         jitter = 0.75 + 0.25 * self._choices.one()
-        request.running = request.running.redriven(
-            epoch=request.epoch, now_s=now_s, jitter=jitter
-        )
+        request.running = request.running.redriven(epoch=request.epoch, now_s=now_s, jitter=jitter)
         self._figures.redriven(now_s)
         self._passage.start(request, position)
         if request.running is not None:  # else it has ended within

@@ -95,7 +95,7 @@ class Simulation:
         self._is_exact = is_exact or world.host.cores > 0 or not world.rules.is_sticky
         self._window_s = window_s(world)
         rngs = streams(seed)
-        factors = turn_factors(rngs["turns"], world.variation, at_least=len(world.groups))
+        factors = turn_factors(rngs["turns"], world.variation)
         choices = Block(rngs["choices"].random)
         self._agenda = Agenda()
         self.figures = Figures(horizon_s)

@@ -24,7 +24,7 @@ INF = math.inf
 Clock = list[Any]  # start_s, end_s, rows, turn_s, row_s, worker
 UNKNOWN: Clock = [-INF, INF, 0, 0.0, 0.0, None]
 # Of larger groups those with the fewest requests are looked at first, and more only if need be.
-SHORTLIST = 8
+SHORTLIST = 4
 NOTICED_S = 0.02  # until the broker gives on what a process held that died
 
 
@@ -40,9 +40,7 @@ class Worker:
         "quarantine", "resting_until_s", "serves_since_s", "silent_s", "worker_id",
     )  # fmt: skip
 
-    def __init__(
-        self, index: int, group: int, num_nodes: int, turn_s: float, row_s: float
-    ) -> None:
+    def __init__(self, index: int, group: int, num_nodes: int, turn_s: float, row_s: float) -> None:
         self.index = index
         self.group = group
         self.num_nodes = num_nodes
@@ -139,8 +137,11 @@ class Worker:
         if self._peer is None or self._peer[0] != key:
             clock = self.clock
             turn_us = max(1, round((clock[3] + clock[4]) * 1e6))
-            self._peer = key, Peer(
-                self.worker_id, (self.group,), key[2], key[0], key[1], turn_us, is_silent=key[3]
+            self._peer = (
+                key,
+                Peer(
+                    self.worker_id, (self.group,), key[2], key[0], key[1], turn_us, is_silent=key[3]
+                ),
             )
         return self._peer[1]
 
@@ -178,9 +179,10 @@ class Crowd:
         """The worker that the senders' policy chooses, dead or alive; None if none is known."""
         routed = usual.worker_id if usual is not None else ""
         shun = shunned.worker_id if shunned is not None else ""
+        usual_is_known = usual is not None and now_s < usual.gone_s
         for workers, least_active in self._widening():
             known = {w.worker_id: w for w in workers if now_s < w.gone_s}
-            if usual is not None and now_s < usual.gone_s:
+            if usual is not None and usual_is_known:
                 known[routed] = usual
             peers = [worker.peer(now_s) for worker in known.values()]
             chosen = choose_worker(self.group, routed, peers, shunned=shun)
@@ -210,20 +212,19 @@ class Crowd:
 
     def _widening(self) -> Iterator[tuple[list[Worker], int | None]]:
         """Those with the fewest requests, more each time; with what the next has at least."""
-        if not self._idlest:
-            yield self.workers, None
-            return
-        found: dict[int, tuple[int, int, Worker]] = {}
-        limit = SHORTLIST
-        while self._idlest and limit < len(self.workers):
-            while self._idlest and len(found) < limit:
-                entry = heapq.heappop(self._idlest)
-                if entry[0] == entry[2].num_active:
-                    found[entry[1]] = entry
-            least = self._idlest[0][0] if self._idlest else 0
-            for entry in found.values():
-                heapq.heappush(self._idlest, entry)
-            yield [entry[2] for entry in found.values()], least
+        heap, limit = self._idlest, SHORTLIST
+        while heap and limit < len(self.workers):
+            found: list[tuple[int, int, Worker]] = []
+            before: Worker | None = None
+            while heap and len(found) < limit:
+                entry = heapq.heappop(heap)
+                worker = entry[2]
+                if entry[0] == worker.num_active and worker is not before:  # of equals one
+                    found.append(entry)
+                    before = worker
+            least = heap[0][0] if heap else 0
+            for entry in found:
+                heapq.heappush(heap, entry)
+            yield [entry[2] for entry in found], least
             limit *= 8
-            found = {}
         yield self.workers, None

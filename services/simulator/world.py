@@ -182,7 +182,7 @@ def check_world(world: World) -> World:
     for number, group in enumerate(world.groups):
         _check_numbers(f"groups[{number}].", group)
         if group.num_workers < 1:
-            raise ConfigError(f"groups[{number}].workers: there must be one, got {group.num_workers}")
+            raise ConfigError(f"groups[{number}].workers must be some, got {group.num_workers}")
         if group.nodes_per_worker < 1:
             raise ConfigError(
                 f"groups[{number}].nodes_per_worker must be at least 1, "
