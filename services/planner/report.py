@@ -1,0 +1,382 @@
+"""A plan as tables of text, one list of rows for terminal and HTML. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from services.planner.placement import Placement
+from services.planner.plan import Impossible, Plan
+from services.planner.stages import Strategy, room_bytes
+from services.planner.timing import Seconds
+from services.planner.units import (
+    human_bytes,
+    human_count,
+    human_seconds,
+    scaled,
+    share,
+    three_digits,
+    times_full,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A titled table; columns of numbers are flush right. `notes` follow it."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    text_columns: frozenset[int] = field(default_factory=lambda: frozenset({0}))
+
+
+def headline(plan: Plan) -> str:
+    """The plan in one sentence."""
+    placement = plan.placement
+    return (
+        f"{plan.model.title} at {plan.question.bits} bits on {plan.pool.name}: "
+        f"{three_digits(plan.tokens_per_s)} tokens/s with {human_count(placement.streams)} "
+        f"sequences at a time, each with a token every {human_seconds(placement.token_s)}; "
+        f"bound by {placement.bound}"
+    )
+
+
+def sections(plan: Plan) -> list[Section]:
+    """All that a plan says, in the order in which a builder asks."""
+    return [
+        _model(plan),
+        _memory(plan),
+        _strategies(plan),
+        _groups(plan),
+        _times(plan),
+        _bill(plan),
+        _failures(plan),
+        _servers(plan),
+        _limits(plan),
+        *_doubts(plan),
+    ]
+
+
+def _model(plan: Plan) -> Section:
+    cost = plan.cost
+    rows = [
+        ("all weights", human_bytes(cost.total_bytes)),
+        ("embedding", human_bytes(cost.embedding_bytes)),
+        ("head", human_bytes(cost.head_bytes)),
+        ("trunks of all layers", human_bytes(cost.trunk_bytes)),
+        ("routed experts", human_bytes(cost.expert_bytes)),
+        ("KV rows of a token", human_bytes(cost.kv_bytes_per_token)),
+        ("recurrent state of a sequence", human_bytes(cost.state_bytes)),
+        ("weights read for a token alone", human_bytes(cost.read_bytes_per_token)),
+        ("multiply-adds of a token", scaled(cost.multiply_adds_per_token).rstrip()),
+    ]
+    return Section("The model", ("part", "size"), tuple(row for row in rows if row[1] != "0 B"))
+
+
+def _memory(plan: Plan) -> Section:
+    rows = [
+        (
+            line.what,
+            line.node.name,
+            f"{line.number:,}",
+            human_bytes(line.weight_bytes),
+            f"{line.streams} x {human_bytes(line.sequence_bytes)}" if line.sequence_bytes else "-",
+            human_bytes(line.working_bytes + line.reserved_bytes),
+            human_bytes(line.free_bytes),
+        )
+        for line in plan.memory
+    ]
+    notes = list(_splits(plan))
+    resident = plan.resident_sequences
+    if plan.placement.streams > resident + 1:
+        notes.append(
+            f"{human_count(resident)} sequences have room, the others wait until one of them ends"
+        )
+    return Section(
+        "Memory of a node, by what it holds",
+        ("slot", "node", "different", "weights", "sequences", "worker", "left"),
+        tuple(rows),
+        tuple(notes),
+        frozenset({0, 1}),
+    )
+
+
+def _splits(plan: Plan) -> Iterator[str]:
+    """Which parts are cut into slices, and whether they have to be."""
+    alike: dict[tuple[str, int, int, str], list[int]] = {}
+    for stage in plan.placement.stages:
+        if stage.width == 1:
+            continue
+        whole = round(stage.weight_bytes / stage.share)
+        what = "trunk" if stage.expert_node is not None else "layer"
+        if stage.num_layers == 0:
+            what = "embedding" if stage.embeds else "head"
+        layers = alike.setdefault((what, whole, stage.width, stage.node.name), [])
+        layers += range(stage.first_layer, stage.end_layer)
+    rooms = {kind.node.name: room_bytes(kind.node, plan.demand) for kind in plan.pool.nodes}
+    for (what, whole, width, node), layers in alike.items():
+        room = rooms[node]
+        if not layers or what == "trunk":
+            named = f"the {what}" + (f" of {_named(layers)}" if layers else "")
+        else:
+            named = _named(layers)
+        if whole > room:
+            why = f"does not fit one {node}, which has {human_bytes(room)} for it"
+        else:
+            why = f"leaves a {node} too little for sequences, or is faster so"
+        yield f"{named}, {human_bytes(whole)}, {why}: {width} slices"
+
+
+def _named(layers: Sequence[int]) -> str:
+    return f"{'layer' if len(layers) == 1 else 'layers'} {_ranges(layers)}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1-3, 7 for 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return ", ".join(texts[:6]) + (f" and {len(texts) - 6} more runs" if len(texts) > 6 else "")
+
+
+def _strategies(plan: Plan) -> Section:
+    rows = []
+    best = plan.placement
+    for strategy in Strategy:
+        found = plan.search.placements.get(strategy)
+        if found is None:
+            if strategy in plan.search.misfits:
+                rows.append((str(strategy), "no", "", "", "", "", ""))
+            continue
+        rows.append(
+            (
+                f"{strategy}{' *' if found is best else ''}",
+                f"{plan.search.least_nodes[strategy]:,}",
+                f"{found.num_slots:,}",
+                three_digits(found.traffic.messages),
+                human_bytes(found.traffic.num_bytes),
+                human_seconds(found.latency.total),
+                three_digits(found.tokens_per_s),
+            )
+        )
+    notes = [f"{strategy}: {text}" for strategy, text in plan.search.misfits.items()]
+    return Section(
+        "Pipeline, tensor or expert parallel",
+        (
+            "strategy", "least nodes", "slots", "messages a token", "bytes a token",
+            "a token alone", "tokens/s",
+        ),
+        tuple(rows),
+        (*notes, why_best(plan)),
+    )  # fmt: skip
+
+
+def why_best(plan: Plan) -> str:
+    """Why the chosen strategy wins, in numbers."""
+    best = plan.placement
+    others = [p for p in plan.search.placements.values() if p is not best]
+    if not others:
+        return f"{best.strategy} is the only one that fits"
+    reasons = [_against(best, other) for other in others]
+    return f"{best.strategy} wins: " + "; ".join(reasons)
+
+
+def _against(best: Placement, other: Placement) -> str:
+    ours, theirs = best.latency, other.latency
+    text = f"{three_digits(best.tokens_per_s / other.tokens_per_s)} times the tokens of "
+    text += f"{other.strategy}, "
+    if other.num_slots > 1.5 * best.num_slots:
+        text += f"which takes {other.num_slots:,} nodes for one copy in place of {best.num_slots:,}"
+    elif theirs.network > 1.5 * ours.network:
+        text += (
+            f"whose messages take {human_seconds(theirs.network)} of a token in place of "
+            f"{human_seconds(ours.network)}"
+        )
+    elif theirs.dma + theirs.compute > 1.5 * (ours.dma + ours.compute):
+        text += (
+            f"whose kernels take {human_seconds(theirs.dma + theirs.compute)} of a token in place "
+            f"of {human_seconds(ours.dma + ours.compute)}"
+        )
+    else:
+        text += f"which is bound by {other.bound}"
+    return text
+
+
+def _groups(plan: Plan) -> Section:
+    placement = plan.placement
+    rows = [
+        (
+            each.slot.what,
+            each.slot.node.name,
+            f"{each.slot.number:,}",
+            f"{each.active:,}",
+            f"{each.spares:,}",
+            f"{each.num_nodes:,}",
+            share(min(1.0, placement.tokens_per_s * each.slot.busy_s / each.active)),
+        )
+        for each in placement.copies
+    ]
+    per_kind = []
+    for kind in plan.pool.nodes:
+        layers = sum(s.num_layers for s in placement.stages if s.node is kind.node)
+        used = sum(c.num_nodes for c in placement.copies if c.slot.node is kind.node)
+        per_kind.append(
+            f"{kind.node.name}: {used:,} of {kind.count:,} nodes placed, trunks of {layers} layers"
+        )
+    rack = plan.pool.network.rack_size
+    if rack:
+        per_kind.append(
+            f"racks of {rack}: the nodes of a stage stand side by side, and fill a rack before "
+            f"the next is begun"
+        )
+    per_kind.append(
+        f"{len(placement.stages)} stages, {three_digits(plan.replicas)} copies of the weights"
+    )
+    return Section(
+        "Placement",
+        ("slot", "node", "different", "copies", "spares", "nodes", "busy"),
+        tuple(rows),
+        tuple(per_kind),
+        frozenset({0, 1}),
+    )
+
+
+def _times(plan: Plan) -> Section:
+    times = plan.times
+    rows = [
+        _time_row(f"first token of {plan.question.prompt}", times.first_token),
+        _time_row("next token", times.next_token),
+        _time_row("next token, alone", times.alone),
+    ]
+    return Section(
+        "Where a token's time goes",
+        ("", "DMA", "compute", "network", "worker", "queue", "all"),
+        tuple(rows),
+        ("DMA is what streaming of chunks takes beyond computing on them, behind double buffers",),
+    )
+
+
+def _time_row(name: str, seconds: Seconds) -> tuple[str, ...]:
+    parts = (seconds.dma, seconds.compute, seconds.network, seconds.worker, seconds.queue)
+    return (name, *(human_seconds(part) if part else "-" for part in parts),
+            human_seconds(seconds.total))  # fmt: skip
+
+
+def _bill(plan: Plan) -> Section:
+    bill = plan.bill
+    price = f"{plan.question.price_per_kwh:g} {bill.currency}/kWh"
+    rows = [
+        ("power", f"{scaled(bill.watts)}W"),
+        ("energy a year", f"{human_count(bill.kwh_a_year)} kWh"),
+        (f"cost a year at {price}", f"{human_count(bill.cost_a_year)} {bill.currency}"),
+        ("energy of a million tokens", f"{scaled(bill.joules_a_million_tokens)}J"),
+        ("cost of a million tokens", f"{human_count(bill.cost_a_million_tokens)} {bill.currency}"),
+    ]
+    return Section("The bill", ("", ""), tuple(rows))
+
+
+def _failures(plan: Plan) -> Section:
+    failures = plan.failures
+    rows = [
+        (
+            f"{each.spares}",
+            f"{each.extra_nodes:,}",
+            share(each.full_rate),
+            share(each.answers),
+        )
+        for each in failures.availability
+    ]
+    needed = failures.spares_for_target
+    notes = [
+        f"{three_digits(failures.per_hour)} failures an hour, one each "
+        f"{human_seconds(failures.mtbf_s)}; {share(failures.up_share)} of the nodes are up",
+        f"one interrupts {three_digits(failures.sequences_each)} sequences for "
+        f"{human_seconds(failures.pause_s)} each, {share(failures.lost_share)} of all their time; "
+        f"loading its weights again takes {human_seconds(failures.reload_s)}",
+        f"{'more than 10,000' if needed is None else needed} spares of each slot keep the full "
+        "rate for 99.9 % of the time",
+    ]
+    return Section(
+        "Failures: the share of time with so many spares of each slot",
+        ("spares", "nodes for them", "full rate", "answers at all"),
+        tuple(rows),
+        tuple(notes),
+        frozenset(),
+    )
+
+
+def _servers(plan: Plan) -> Section:
+    load = plan.load
+    rows = [
+        ("RabbitMQ", f"{scaled(load.messages_per_s)}messages/s",
+         f"{human_bytes(load.message_bytes_per_s)}/s", f"{load.connections:,} connections",
+         f"{load.broker_nodes:,} nodes"),
+        ("Redis", f"{scaled(load.redis_operations_per_s)}operations/s",
+         f"{human_bytes(load.redis_bytes_per_s)}/s", f"{human_bytes(load.redis_memory_bytes)}",
+         f"{load.redis_shards:,} shards"),
+    ]  # fmt: skip
+    return Section(
+        "Broker and Redis",
+        ("server", "rate", "bytes", "holds", "needed"),
+        tuple(rows),
+        (f"one carries what `{plan.pool.servers.name}` says, to "
+         f"{share(plan.pool.servers.max_utilisation)}",),
+    )  # fmt: skip
+
+
+def _limits(plan: Plan) -> Section:
+    rows = [
+        (
+            limit.what,
+            f"{scaled(limit.used)}{limit.unit}",
+            f"{scaled(limit.available)}{limit.unit}",
+            times_full(limit.utilisation),
+            human_count(limit.full_at_nodes),
+        )
+        for limit in plan.limits
+        if limit.full_at_nodes < 1000 * plan.pool.num_nodes
+    ]
+    notes = []
+    if plan.limits:
+        first = plan.limits[0]
+        notes.append(
+            f"first to break: {first.what}, at the load of {human_count(first.full_at_nodes)} nodes"
+        )
+    return Section(
+        "What breaks first",
+        ("shared by all", "used", "there is", "full", "full at nodes"),
+        tuple(rows),
+        tuple(notes),
+    )
+
+
+def _doubts(plan: Plan) -> list[Section]:
+    """Which numbers of the data files are not sure; why is said there and in --json."""
+    rows = [
+        (spec.name, ", ".join(spec.unsure))
+        for spec in (plan.model, *plan.pool.specs)
+        if spec.unsure
+    ]
+    if not rows:
+        return []
+    header = ("spec", "numbers")
+    return [Section("Assumed or not sure", header, tuple(rows), (), frozenset({0, 1}))]
+
+
+def impossible_lines(found: Impossible) -> list[str]:
+    """What is missing, and what would do."""
+    lines = [
+        f"{found.model.title} at {found.question.bits} bits, context {found.question.context:,}, "
+        f"does not fit {found.pool.name}: {human_bytes(found.cost.total_bytes)} of weights"
+    ]
+    lines += [f"  {strategy}: {why}" for strategy, why in found.reasons.items()]
+    if found.changes:
+        lines.append("it would with " + ", or with ".join(c.what for c in found.changes))
+    else:
+        lines.append("no single change of nodes, bits, context or memory would do")
+    return lines
