@@ -37,10 +37,11 @@ PACKET_BYTES = 1460
 
 
 class Lost(Protocol):
-    """Takes over a step that came to a dead worker at `arrived_s`, or was there when it died."""
+    """Takes over a step that came to a dead node at `arrived_s`, or was there when it died; the
+    broker gives it on at `noticed_s`."""
 
     def __call__(
-        self, item: Pass, worker: Worker, arrived_s: float, *, has_begun: bool
+        self, item: Pass, worker: Worker, arrived_s: float, noticed_s: float, *, has_begun: bool
     ) -> None: ...
 
 
@@ -83,10 +84,10 @@ class Passage:
         if in_windows:
             self._boxes = [[] for _ in range(self._num_groups + 1)]
         self._number = 0
-        self._wait_s = 0.0
+        self._wait_s = self._charged_s = 0.0
         self._hops = [self._hop_s(group, 1) for group in range(self._num_groups)]
         self._messages = sum(group.messages for group in world.groups) / self._num_groups
-        self._row_bytes = sum(group.wire_bytes for group in world.groups) / self._num_groups
+        self._row_bytes = sum(group.moved_bytes for group in world.groups) / self._num_groups
         slowest = max(world.groups, key=lambda group: group.turn_s + group.row_s)
         self._decode_turn_s = slowest.turn_s + slowest.row_s
         self._row_s = slowest.row_s
@@ -131,7 +132,11 @@ class Passage:
                 self._take(group, arrived, end_s)
                 if group:
                     break  # only group 0 gets more within: the next slices of prompts
-        self._charge(num_visits, end_s)
+        if num_visits and self.tiers.names and end_s > self._charged_s:
+            self._wait_s = self.tiers.delay_over(
+                self._charged_s, end_s, num_visits * self._messages, num_visits * self._row_bytes
+            )
+            self._charged_s = end_s
         self._end_passes(end_s)
         self._agenda.now_s = end_s
 
@@ -141,7 +146,10 @@ class Passage:
         factors = self._factors.run(len(arrived))
         is_last, is_lossy = group + 1 == self._num_groups, self._world.network.loss > 0.0
         append = self._boxes[group + 1].append
-        usual_hop_s = 0.0 if is_last else self._hops[group + 1] + self._wait_s
+        wait_s = self._wait_s
+        if (experts := self._crowds[group].experts) is not None:
+            wait_s += experts.wait_s(arrived[0][0], len(arrived))
+        usual_hop_s = 0.0 if is_last else self._hops[group + 1] + wait_s
         number, max_rows, busy_s = self._number, self._max_rows, 0.0
         for (t, _, item, ticket), factor in zip(arrived, factors, strict=True):
             if ticket != item.ticket:
@@ -181,7 +189,7 @@ class Passage:
                 continue
             hop_s = usual_hop_s
             if rows > 1:
-                hop_s = self._hop_s(group + 1, rows) + self._wait_s
+                hop_s = self._hop_s(group + 1, rows) + wait_s
             if is_lossy:
                 hop_s += loss_s(1, rows)
             append((done_s + hop_s, number, item, ticket))
@@ -270,10 +278,11 @@ class Passage:
         )
 
     def _hop_s(self, group: int, rows: int) -> float:
-        """Seconds to a group without any wait: its bytes twice, to and from the broker."""
-        network = self._world.network
+        """Seconds to a group without any wait; bytes go to the broker, and from it."""
+        network, before = self._world.network, self._world.groups[group - 1]
         num_bytes = rows * self._world.groups[group].wire_bytes
-        return network.hop_s + 2 * num_bytes / network.node_bytes_per_s
+        out_s = before.out_s + rows * before.out_row_s
+        return out_s + network.hop_s + 2 * num_bytes / network.node_bytes_per_s
 
     def _charge(self, num_hops: int, now_s: float) -> float:
         """Account for hops on what all share; what one of them waits there, for those that come."""
@@ -314,10 +323,11 @@ class Passage:
         item.worker = worker
         if worker is None:
             self.stranded(item)
-        elif worker.hit_share and (
-            worker.hit_share >= 1.0 or self._choices.one() < worker.hit_share
-        ):
-            self.lost(item, worker, t, has_begun=False)
+        elif worker.is_dead:
+            self.lost(item, worker, t, worker.noticed_s, has_begun=False)
+        elif crowd.experts is not None and self._choices.one() < crowd.experts.hit_share(t):
+            noticed_s = t + self._world.rules.broker_notice_s
+            self.lost(item, worker, t, noticed_s, has_begun=False)
         elif self._turns is not None:
             self._turns.enter(item, worker, t)
         elif worker.is_closed and self._boxes:

@@ -76,15 +76,17 @@ class Recovery:
         )
         self._passage.stall_s = patience_s / 4
 
-    def lost(self, item: Pass, worker: Worker, arrived_s: float, *, has_begun: bool) -> None:
-        """A step came to a dead worker at `arrived_s`, or was there when it died."""
+    def lost(
+        self, item: Pass, worker: Worker, arrived_s: float, noticed_s: float, *, has_begun: bool
+    ) -> None:
+        """A step came to a dead node at `arrived_s`, or was there when it died."""
         request, group = item.request, worker.group
         item.ticket += 1
         item.group = group
         item.until_s = self._agenda.now_s
         attempts = request.counts_attempt(group, item.first, has_begun=has_begun)
         rules = self._world.rules
-        at_s = max(arrived_s + rules.inbox_ttl_s, worker.noticed_s)
+        at_s = max(arrived_s + rules.inbox_ttl_s, noticed_s)
         if attempts >= rules.max_attempts:
             self._agenda.at(at_s, self._bury, item, item.ticket)
         else:
@@ -211,7 +213,7 @@ class Recovery:
         now_s, request = self._agenda.now_s, item.request
         crowd = self._crowds[item.group]
         before = request.route[item.group]
-        if before is not UNKNOWN and before[5].hit_share >= 1.0:
+        if before is not UNKNOWN and before[5].is_dead:
             before[5].silent_s = min(before[5].silent_s, now_s)  # it left a step lying
         worker = crowd.take(now_s)
         if worker is None:

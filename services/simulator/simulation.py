@@ -16,7 +16,7 @@ from services.simulator.passage import Passage
 from services.simulator.recovery import Recovery
 from services.simulator.requests import Pass, Request
 from services.simulator.turns import Turns
-from services.simulator.workers import UNKNOWN, Crowd, Worker
+from services.simulator.workers import UNKNOWN, Crowd, ExpertCopies, Worker
 from services.simulator.world import World, check_world
 
 MAX_EXACT = 1_000_000  # stops; more are computed in windows
@@ -52,6 +52,11 @@ class Outcome:
     tier_utilisation: dict[str, float]
     tier_longest_waits_s: dict[str, float]
 
+    @property
+    def utilisation(self) -> float:
+        """The share of their time that workers compute, over the whole run."""
+        return self.figures.busy_total_s / (self.figures.ended_s * self.num_workers)
+
 
 def num_visits(load: Load, world: World) -> int:
     """About how often a pass will come to a group."""
@@ -64,6 +69,7 @@ def window_s(world: World) -> float:
     fastest = sum(
         (group.turn_s + group.row_s) * min(kind.slowness for kind in group.workers)
         + world.network.hop_s
+        + group.out_s
         for group in world.groups
     )
     return fastest / 2
@@ -101,6 +107,9 @@ class Simulation:
         self.figures = Figures(horizon_s)
         self._running: dict[int, Request] = {}
         self._crowds = [Crowd(group) for group in range(len(world.groups))]
+        for crowd, group in zip(self._crowds, world.groups, strict=True):
+            if group.experts is not None:
+                crowd.experts = ExpertCopies(group.experts, world.rules.broker_notice_s)
         self._num_workers = 0
         self._build_workers()
         turns = None
@@ -199,6 +208,7 @@ class Simulation:
         recovery.ended = self._failed
         self._admission.begin = self._begin
         breakdowns.died = self._worker_died
+        breakdowns.experts_died = self._experts_died
         breakdowns.served = self._worker_serves
         breakdowns.uncovered = recovery.uncovered
         if self._turns is not None:
@@ -225,10 +235,8 @@ class Simulation:
             spec.turn_s * slowness,
             spec.row_s * slowness,
         )
-        if self._world.failures.crash_share or self._world.host.cores:
-            worker.close()
-        if not self._world.rules.is_sticky:
-            worker.close()
+        worker.is_watched = self._world.failures.crash_share > 0.0
+        worker.settle()
         self._num_workers += 1
         self._crowds[group].add(worker)
         return worker
@@ -299,25 +307,35 @@ class Simulation:
             held = self._turns.held_by(worker)
             self._turns.dies(worker)
             for item, has_begun in held:
-                self._recovery.lost(item, worker, now_s, has_begun=has_begun)
+                self._recovery.lost(item, worker, now_s, worker.noticed_s, has_begun=has_begun)
             return
         start_s = worker.turn()[0]
-        for request in list(self._running.values()):
-            for item in list(request.passes):
-                if item.until_s <= now_s or item.group - 1 != group:
-                    continue
-                at = item.route[group][5] if self._world.rules.is_sticky else item.worker
-                if at is not worker:
-                    continue
-                if worker.hit_share < 1.0 and self._passage.draw() >= worker.hit_share:
-                    continue
+        for item, at in self._under_way(group):
+            if at is worker:
                 has_begun = not now_s < start_s < item.until_s
-                self._recovery.lost(item, worker, now_s, has_begun=has_begun)
+                self._recovery.lost(item, worker, now_s, worker.noticed_s, has_begun=has_begun)
+
+    def _under_way(self, group: int) -> list[tuple[Pass, Worker]]:
+        """What a group has not done yet, and where that is."""
+        now_s, is_sticky = self._agenda.now_s, self._world.rules.is_sticky
+        found = []
+        for request in self._running.values():
+            for item in request.passes:
+                if item.until_s > now_s and item.group - 1 == group:
+                    worker = item.route[group][5] if is_sticky else item.worker
+                    if worker is not None:
+                        found.append((item, worker))
+        return found
+
+    def _experts_died(self, crowd: Crowd, share: float) -> None:
+        """Steps under way in a group that had to do with an expert node."""
+        noticed_s = self._agenda.now_s + self._world.rules.broker_notice_s
+        for item, worker in self._under_way(crowd.group):
+            if self._passage.draw() < share:
+                now_s = self._agenda.now_s
+                self._recovery.lost(item, worker, now_s, noticed_s, has_begun=False)
 
     def _worker_serves(self, worker: Worker) -> None:
-        failures, host = self._world.failures, self._world.host
-        if failures.crash_share or host.cores or not self._world.rules.is_sticky:
-            worker.close()
         self._recovery.covered(worker.group)
 
     def _note_moment(self, _: None, __: int) -> None:
@@ -326,7 +344,7 @@ class Simulation:
             worker.free_s
             for crowd in self._crowds
             for worker in crowd.workers
-            if worker.num_active and worker.hit_share < 1.0
+            if worker.num_active and not worker.is_dead
         ]
         self.figures.moments.append(
             Moment(

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from services.simulator.world import Experts
 from shared.liveness import HEARTBEAT_S, PEERS_REFRESH_S, PRESENCE_TTL_MS
 from shared.quarantine import Quarantine
 from shared.router import Peer, choose_worker
@@ -30,14 +31,14 @@ NOTICED_S = 0.02  # until the broker gives on what a process held that died
 
 class Worker:
     """One worker of a group. `num_missing` of its nodes are dead and not replaced yet,
-    `num_wanted` of them have no successor on its way either. `hit_share` of its steps need one that
-    is dead: 1 when it is dead itself. Others find it silent from `silent_s` on and presence forgets
-    it at `gone_s`; the broker gives on what it held at `noticed_s`."""
+    `num_wanted` of them have no successor on its way either; with one missing it is dead. Others
+    find it silent from `silent_s` on and presence forgets it at `gone_s`; the broker gives on what
+    it held at `noticed_s`. One that `is_watched` is always looked at closely."""
 
     __slots__ = (
-        "_kept", "_peer", "clock", "died_s", "gone_s", "group", "hit_share", "index", "is_draining",
-        "is_flaky", "noticed_s", "num_active", "num_missing", "num_nodes", "num_wanted",
-        "quarantine", "resting_until_s", "serves_since_s", "silent_s", "worker_id",
+        "_kept", "_peer", "clock", "died_s", "gone_s", "group", "index", "is_draining",
+        "is_flaky", "is_watched", "noticed_s", "num_active", "num_missing", "num_nodes",
+        "num_wanted", "quarantine", "resting_until_s", "serves_since_s", "silent_s", "worker_id",
     )  # fmt: skip
 
     def __init__(self, index: int, group: int, num_nodes: int, turn_s: float, row_s: float) -> None:
@@ -49,7 +50,7 @@ class Worker:
         self.num_active = 0
         self.num_missing = self.num_wanted = 0
         self.died_s = self.noticed_s = self.silent_s = self.gone_s = INF
-        self.hit_share = 0.0
+        self.is_watched = False
         self.serves_since_s = -INF
         self.is_draining = self.is_flaky = False
         self.quarantine: Quarantine | None = None
@@ -61,16 +62,18 @@ class Worker:
     def is_closed(self) -> bool:
         return self._kept is not None
 
-    def close(self) -> None:
-        """Whoever meets its clock is to look closer."""
-        if self._kept is None:
-            clock = self.clock
-            self._kept = (clock[0], clock[1], clock[2])
-            clock[0], clock[1] = -INF, INF
+    @property
+    def is_dead(self) -> bool:
+        return self.died_s < INF
 
-    def open(self) -> None:
-        """Go on with what it had."""
-        if self._kept is not None:
+    def settle(self) -> None:
+        """Close its clock if it is to be looked at closely, else open it."""
+        if self.is_dead or self.is_draining or self.is_flaky or self.is_watched:
+            if self._kept is None:
+                clock = self.clock
+                self._kept = (clock[0], clock[1], clock[2])
+                clock[0], clock[1] = -INF, INF
+        elif self._kept is not None:
             self.clock[:3] = self._kept
             self._kept = None
 
@@ -100,34 +103,25 @@ class Worker:
     ) -> None:
         """It died. `phase` in 0..1 says how long before it told of itself for the last time."""
         told_s = now_s - phase * HEARTBEAT_S
-        self.hit_share = 1.0
         self.died_s = now_s
         self.noticed_s = now_s + (NOTICED_S if is_noticed else broker_notice_s)
         self.silent_s = told_s + PEERS_REFRESH_S * phase + SILENT_AFTER_S
         self.gone_s = told_s + PRESENCE_TTL_MS / 1e3
-        self.close()
-
-    def wounded(self, now_s: float, *, hit_share: float, broker_notice_s: float) -> None:
-        """Some of its nodes died: steps that need them find nobody, others are served."""
-        self.hit_share = hit_share
-        self.died_s, self.noticed_s = now_s, now_s + broker_notice_s
-        self.close()
+        self.settle()
 
     def turns_flaky(self) -> None:
         """It fails some of its steps from now on; its quarantine counts them."""
         self.is_flaky = True
         self.quarantine = self.quarantine or Quarantine()
-        self.close()
+        self.settle()
 
     def returns(self, now_s: float) -> None:
         """It serves again, with nothing to do."""
         self.died_s = self.noticed_s = self.silent_s = self.gone_s = INF
-        was_dead, self.hit_share = self.hit_share >= 1.0, 0.0
+        self.serves_since_s = now_s
         self.is_flaky = False
-        self.open()
-        if was_dead:
-            self.serves_since_s = now_s
-            self.set_turn(-INF, now_s, 0)
+        self.settle()
+        self.set_turn(-INF, now_s, 0)
 
     def peer(self, now_s: float) -> Peer:
         """As presence shows it."""
@@ -146,6 +140,58 @@ class Worker:
         return self._peer[1]
 
 
+class ExpertCopies:
+    """The nodes with a group's experts: which are dead, and who has noticed."""
+
+    def __init__(self, spec: Experts, broker_notice_s: float) -> None:
+        self.spec = spec
+        self._notice_s = broker_notice_s
+        self._live = [spec.copies] * spec.num_slots
+        self._dead: dict[int, list[float]] = {}  # slot -> when its dead copies are known
+        self._clear_s = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._dead
+
+    def dies(self, slot: int, now_s: float) -> float:
+        """A copy of a slot is gone; the share of steps under way that it had."""
+        self._live[slot] -= 1
+        self._dead.setdefault(slot, []).append(now_s + SILENT_AFTER_S)
+        return self.spec.touched_share / (self._live[slot] + 1)
+
+    def fewest(self) -> int:
+        """The slot that a new node takes."""
+        return min(self._dead, key=lambda slot: (self._live[slot], slot), default=0)
+
+    def joins(self, slot: int) -> None:
+        self._live[slot] += 1
+        dead = self._dead.get(slot, [])
+        if len(dead) > 1:
+            dead.pop(0)
+        else:
+            self._dead.pop(slot, None)
+
+    def hit_share(self, now_s: float) -> float:
+        """The share of rows that need a copy which is dead: of slots whose other copies live only
+        until all know of it."""
+        reached = 1.0
+        for slot, known_s in self._dead.items():
+            live, unknown = self._live[slot], sum(now_s < at_s for at_s in known_s)
+            share = 1.0 if live == 0 else unknown / (live + unknown)
+            reached *= 1.0 - self.spec.touched_share * share
+        return 1.0 - reached
+
+    def wait_s(self, now_s: float, num_rows: int) -> float:
+        """Send so many rows through; how long one of them waits for the experts before."""
+        if not self.spec.row_s:
+            return 0.0
+        took_s = num_rows * self.spec.row_s * self.spec.num_slots / max(1, sum(self._live))
+        wait_s = max(0.0, self._clear_s - now_s)
+        self._clear_s = max(self._clear_s, now_s) + took_s
+        return wait_s
+
+
 class Crowd:
     """The workers of one group, as its senders see them and as its queue does."""
 
@@ -154,6 +200,7 @@ class Crowd:
         self.workers: list[Worker] = []
         self.num_up = 0
         self.min_turn_s = INF
+        self.experts: ExpertCopies | None = None
         self._idlest: list[tuple[int, int, Worker]] = []
 
     def add(self, worker: Worker) -> None:
@@ -165,6 +212,12 @@ class Crowd:
             heapq.heapify(self._idlest)
         elif self._idlest:
             heapq.heappush(self._idlest, (worker.num_active, worker.index, worker))
+
+    def watch(self, *, is_watched: bool) -> None:
+        """Look closely at all of its workers, or not any more."""
+        for worker in self.workers:
+            worker.is_watched = is_watched
+            worker.settle()
 
     def counts(self, worker: Worker, change: int) -> None:
         """A request takes it on its route, or leaves it."""
@@ -199,7 +252,7 @@ class Crowd:
         """The worker that takes a step from the group's queue: a live one that is free first."""
         best: Worker | None = None
         for worker in self.workers:
-            if worker.hit_share < 1.0 and worker.is_serving(now_s) and worker is not other_than:
+            if not worker.is_dead and worker.is_serving(now_s) and worker is not other_than:
                 if worker.free_s <= now_s and worker.num_active == 0:
                     return worker
                 if best is None or (max(worker.free_s, now_s), worker.num_active) < (

@@ -24,24 +24,53 @@ class WorkerSet:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Nodes of a group that hold routed experts: `copies` of each of `num_slots` slots.
+
+    A row needs a given slot with probability `touched_share`, and occupies each of them for `row_s`
+    on average. A node loads `node_bytes` before it serves.
+    """
+
+    num_slots: int
+    copies: int
+    touched_share: float
+    row_s: float = 0.0
+    node_bytes: float = 0.0
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_slots * self.copies
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """One layer group and its workers.
 
-    A turn over n rows takes `turn_s + n * row_s`. A worker is `nodes_per_worker` nodes, each of
-    which loads `node_bytes` before it serves; one step needs `touched_share` of them, 1 unless
-    experts lie on nodes of their own. `wire_bytes` is what one row is on its way to this group,
-    `kv_row_bytes` what it leaves in the store, `messages` what one step costs the broker here.
+    A turn over n rows takes `turn_s + n * row_s`, and after it n rows need `out_s + n * out_row_s`
+    more until the next group has them, wait left out. A worker is `nodes_per_worker` nodes, each of
+    which loads `node_bytes` before it serves. `wire_bytes` is what one row is on its way to this
+    group, `kv_row_bytes` what it leaves in the store; `messages` and `moved_bytes` are what a row
+    costs all that is shared.
     """
 
     turn_s: float
     row_s: float
     workers: tuple[WorkerSet, ...]
     nodes_per_worker: int = 1
-    touched_share: float = 1.0
+    experts: Experts | None = None
+    out_s: float = 0.0
+    out_row_s: float = 0.0
     node_bytes: float = 0.0
     wire_bytes: float = 0.0
     kv_row_bytes: float = 0.0
     messages: float = 1.0
+    moved_bytes: float = 0.0
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that compute it, or hold its experts."""
+        experts = self.experts.num_nodes if self.experts is not None else 0
+        return self.num_workers * self.nodes_per_worker + experts
 
     @property
     def num_workers(self) -> int:
@@ -171,8 +200,7 @@ class World:
     @property
     def num_nodes(self) -> int:
         """Nodes that serve, and spares."""
-        serving = sum(group.num_workers * group.nodes_per_worker for group in self.groups)
-        return serving + self.num_spares
+        return sum(group.num_nodes for group in self.groups) + self.num_spares
 
 
 def check_world(world: World) -> World:
@@ -193,10 +221,10 @@ def check_world(world: World) -> World:
         for kind in group.workers:
             if kind.count < 0 or not 0.0 < kind.slowness < math.inf:
                 raise ConfigError(f"groups[{number}].workers: {kind} cannot be")
-        if not 0.0 < group.touched_share <= 1.0:
-            raise ConfigError(
-                f"groups[{number}].touched_share must be in 0..1, got {group.touched_share}"
-            )
+        if group.experts is not None:
+            _check_numbers(f"groups[{number}].experts.", group.experts)
+            if group.experts.num_nodes < 1 or not group.experts.touched_share <= 1.0:
+                raise ConfigError(f"groups[{number}].experts: {group.experts} cannot be")
     _check_numbers("network.", world.network)
     _check_numbers("failures.", world.failures)
     for name in ("flaky_share", "crash_share"):
