@@ -84,6 +84,13 @@ def simulate(
     variation: Annotated[
         float, typer.Option(min=0.0, max=5.0, help="Deviation over mean of a turn's time.")
     ] = 0.1,
+    article: Annotated[
+        bool,
+        typer.Option(
+            "--article",
+            help="In place of a plan: 10 nodes, 15 % crash, 3 retries, and cellpipe in that world.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same run, byte for byte.")] = 0,
     specs: Annotated[
         list[Path] | None,
@@ -104,6 +111,9 @@ def simulate(
     from services.simulator.report import to_dict, to_lines
     from services.simulator.simulation import Simulation
 
+    if article:
+        _show_article(requests or DEFAULT_REQUESTS, seed=seed, as_json=as_json)
+        return
     _check_numbers(hours=hours, rate=rate, burst=burst, failures=failures, flaky=flaky)
     if plot is not None:
         check_plot(plot, "--plot")
@@ -142,6 +152,20 @@ def simulate(
             typer.echo(line)
     if outcome.lost:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _show_article(num_tasks: int, *, seed: int, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from services.simulator.article import Article, compare, table
+
+    rows = compare(Article(num_tasks=num_tasks), seed=seed)
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows]))
+        return
+    for line in table(rows):
+        typer.echo(line)
+    typer.echo("failed: its requester was told why; lost: nobody was")
 
 
 def _plan(
