@@ -36,7 +36,8 @@ class Percentiles:
 @dataclass(frozen=True, slots=True)
 class Moment:
     """What was there at the start of a bucket: requests that wait to be let in, that run, and
-    that stand still; workers that serve, spare nodes, the longest wait at a worker, seconds."""
+    that stand still; workers that serve, nodes that are spare or dead, and the longest time that a
+    step still has to stay where it is."""
 
     at_s: float
     num_waiting: int
@@ -45,7 +46,7 @@ class Moment:
     num_workers_up: int
     num_spares: int
     num_dead_nodes: int
-    worker_wait_s: float
+    longest_stop_s: float
 
 
 @dataclass(slots=True)

@@ -340,12 +340,7 @@ class Simulation:
 
     def _note_moment(self, _: None, __: int) -> None:
         now_s = self._agenda.now_s
-        ends = [
-            worker.free_s
-            for crowd in self._crowds
-            for worker in crowd.workers
-            if worker.num_active and not worker.is_dead
-        ]
+        stops = [item.until_s for r in self._running.values() for item in r.passes]
         self.figures.moments.append(
             Moment(
                 at_s=now_s,
@@ -355,7 +350,7 @@ class Simulation:
                 num_workers_up=sum(crowd.num_up for crowd in self._crowds),
                 num_spares=self._breakdowns.num_spares,
                 num_dead_nodes=self._breakdowns.num_dead,
-                worker_wait_s=max(0.0, max(ends, default=now_s) - now_s),
+                longest_stop_s=max(0.0, max(stops, default=now_s) - now_s),
             )
         )
 

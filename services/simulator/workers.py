@@ -89,6 +89,11 @@ class Worker:
             self._kept = (start_s, end_s, num_rows)
 
     @property
+    def turn_us(self) -> int:
+        """What a turn of one row takes, as presence tells it."""
+        return max(1, round((self.clock[3] + self.clock[4]) * 1e6))
+
+    @property
     def free_s(self) -> float:
         return self.turn()[1]
 
@@ -199,14 +204,14 @@ class Crowd:
         self.group = group
         self.workers: list[Worker] = []
         self.num_up = 0
-        self.min_turn_s = INF
+        self.min_turn_us = 1 << 62
         self.experts: ExpertCopies | None = None
         self._idlest: list[tuple[int, int, Worker]] = []
 
     def add(self, worker: Worker) -> None:
         self.workers.append(worker)
         self.num_up += 1
-        self.min_turn_s = min(self.min_turn_s, worker.clock[3] + worker.clock[4])
+        self.min_turn_us = min(self.min_turn_us, worker.turn_us)
         if len(self.workers) > SHORTLIST and not self._idlest:
             self._idlest = [(w.num_active, w.index, w) for w in self.workers]
             heapq.heapify(self._idlest)
@@ -243,7 +248,7 @@ class Crowd:
                 return known.get(chosen)
             if not chosen or chosen == shun or known[chosen].is_silent(now_s):
                 continue
-            bound_us = (1 + least_active / 2) * self.min_turn_s * 1e6
+            bound_us = (1 + least_active / 2) * self.min_turn_us
             if chosen == routed or known[chosen].peer(now_s).load_us <= bound_us:
                 return known[chosen]
         return None
