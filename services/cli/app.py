@@ -21,6 +21,7 @@ import services.cli.bench_cluster  # isort: skip
 import services.cli.operate  # isort: skip
 import services.cli.chaos  # isort: skip
 import services.cli.plan  # isort: skip
+import services.cli.calibrate  # isort: skip
 import services.cli.simulate  # noqa: F401  # isort: skip
 from services.cli.tree import EXIT_FAILED, EXIT_INTERRUPTED, app, exit_code_of
 from shared.errors import CellpipeError
@@ -32,7 +33,7 @@ PANELS = {  # of `cellpipe --help`
     "Models": ("pull", "inspect", "load"),
     "Cluster": ("worker", "scheduler", "status", "workers", "drain", "dead"),
     "Measure and break": ("bench", "chaos"),
-    "Plan": ("plan", "simulate"),
+    "Plan": ("plan", "simulate", "calibrate"),
 }
 
 

@@ -17,7 +17,7 @@ from shared.topology import Wire
 if TYPE_CHECKING:
     from services.planner.library import Library
     from services.planner.plan import Plan
-    from services.planner.report import Section
+    from services.planner.section import Section
     from services.planner.specs import ModelSpec
 
 CALIBRATION_FILE = "calibration.toml"
@@ -81,8 +81,10 @@ def plan(
     Example: cellpipe plan --model llama-3.1-8b --pool rpi5:12,old-pc:3 --concurrency 8
     """
     from services.planner.html import check_html, write_html
+    from services.planner.missing import Impossible
     from services.planner.placement import Wishes
-    from services.planner.plan import DEFAULT_PROMPT, Impossible, Question, make_plan
+    from services.planner.plan import make_plan
+    from services.planner.question import DEFAULT_PROMPT, Question
     from services.planner.report import impossible_lines
     from services.planner.report_dict import impossible_dict, plan_dict
     from services.planner.stages import Strategy
@@ -127,13 +129,13 @@ def plan(
         print_plan(found)
 
 
-def open_library(files: list[Path]) -> Library:
+def open_library(files: list[Path], *, calibrated: bool = True) -> Library:
     """Our specs, those of this machine's calibration and those of the files."""
     from services.planner.library import builtin_library
 
     library = builtin_library()
     calibration = load_config(quiet=True).cache_dir / CALIBRATION_FILE
-    if calibration.exists():
+    if calibrated and calibration.exists():
         library.add_file(calibration)
     for file in files:
         library.add_file(file)

@@ -1,7 +1,8 @@
 """What parts of a model weigh and work: bytes, reads and multiply-adds. Pure arithmetic.
 
 Bytes are those of our own chunks where the kernel has them (4 and 8 bits, scales and padding
-included), and of plain halves at 16 bits. D hidden_size.
+included), and of plain halves at 16 bits. D hidden_size. Longer than other modules: formulas of a
+few lines each, looked up side by side.
 """
 
 from __future__ import annotations

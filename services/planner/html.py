@@ -10,9 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.planner.placement import search
-from services.planner.plan import Plan, demand_of
-from services.planner.report import Section, headline, sections
+from services.planner.plan import Plan
+from services.planner.question import demand_of
+from services.planner.report import headline, sections
+from services.planner.search import search
+from services.planner.section import Section
 from services.planner.specs import NodeCount, Pool
 from shared.errors import ConfigError
 

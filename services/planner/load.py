@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from services.planner.cost import kv_bytes_per_token, model_bytes, sequence_bytes, state_bytes
 from services.planner.network import tier_shares, units_of
 from services.planner.placement import Placement
+from services.planner.slices import Demand
 from services.planner.specs import Pool
-from services.planner.stages import Demand
 
 CONNECTIONS_A_WORKER = 2  # one to take, one to publish
 HEARTBEATS_PER_S = 1.0

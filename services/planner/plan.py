@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from services.planner.bill import Bill, bill
-from services.planner.cost import MAX_SLICE_ROWS, ModelCost, model_cost, slice_rows
+from services.planner.cost import MAX_SLICE_ROWS, ModelCost, model_cost
 from services.planner.failures import Failures, failures_of
 from services.planner.load import Limit, ServerLoad, limits, server_load
-from services.planner.placement import Placement, Search, Wishes, search
+from services.planner.missing import Impossible, impossible
+from services.planner.placement import Placement
+from services.planner.question import Question, check_question, demand_of
+from services.planner.search import Search, search
+from services.planner.slices import Demand, room_bytes
 from services.planner.specs import ModelSpec, NodeSpec, Pool
-from services.planner.stages import Demand, Stage, room_bytes
+from services.planner.stages import Stage
 from services.planner.timing import Seconds, Surroundings, stage_step
-from shared.errors import ConfigError
-from shared.topology import Wire
-
-DEFAULT_PROMPT = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is planned. `prompt` tokens are part of `context`."""
-
-    bits: int = 4
-    context: int = 4096
-    prompt: int = DEFAULT_PROMPT
-    wire: Wire = Wire.F32
-    wishes: Wishes = field(default_factory=Wishes)
-    price_per_kwh: float = 0.5
-    currency: str = "yuan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,36 +86,15 @@ class Plan:
         return active / once
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change that would make a plan possible."""
-
-    what: str
-    question: Question | None = None
-    add_nodes: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Impossible:
-    """Why there is no plan, by strategy, and what would make one, smallest change first."""
-
-    model: ModelSpec
-    pool: Pool
-    question: Question
-    cost: ModelCost
-    reasons: dict[str, str]
-    changes: tuple[Change, ...]
-
-
 def make_plan(model: ModelSpec, pool: Pool, question: Question) -> Plan | Impossible:
     """Plan a model on a pool. Raises `ConfigError` for values that no plan could have."""
-    _check(model, question)
+    check_question(model, question)
     cost = model_cost(model, question.bits, question.context)
     demand = demand_of(model, question)
     found = search(demand, pool, question.wire, question.wishes)
     placement = found.best
     if placement is None:
-        return _impossible(model, pool, question, cost, found)
+        return impossible(model, pool, question, cost, found)
     load = server_load(demand, pool, placement)
     return Plan(
         model,
@@ -150,26 +116,6 @@ def make_plan(model: ModelSpec, pool: Pool, question: Question) -> Plan | Imposs
         load,
         tuple(limits(pool, placement, load)),
     )
-
-
-def demand_of(model: ModelSpec, question: Question) -> Demand:
-    rows = slice_rows(model)
-    return Demand(model, question.bits, question.context, question.prompt, rows)
-
-
-def _check(model: ModelSpec, question: Question) -> None:
-    wishes = question.wishes
-    if not 1 <= question.prompt <= question.context:
-        raise ConfigError(
-            f"--prompt must be in 1..{question.context} (--context), got {question.prompt}"
-        )
-    if wishes.concurrency is not None and wishes.concurrency < 1:
-        raise ConfigError(f"--concurrency must be 1 or more, got {wishes.concurrency}")
-    if wishes.groups is not None and not 1 <= wishes.groups <= model.num_hidden_layers:
-        raise ConfigError(
-            f"--groups must be in 1..{model.num_hidden_layers} (the model's layers), "
-            f"got {wishes.groups}"
-        )
 
 
 def _memory(demand: Demand, placement: Placement) -> list[MemoryLine]:
@@ -209,7 +155,7 @@ def first_token(
     rows = min(demand.max_rows, MAX_SLICE_ROWS, prompt)
     number = math.ceil(prompt / rows)
     rows = math.ceil(prompt / number)
-    steps = [stage_step(demand, around, s, rows, max(1, prompt // 2)).latency for s in stages]
+    steps = [stage_step(demand, around, s, rows, max(1, prompt // 2), True).latency for s in stages]
     total = Seconds()
     for step in steps:
         total = total.plus(step)
@@ -217,91 +163,9 @@ def first_token(
     behind = number - 1
     return total.plus(
         Seconds(
-            slowest.dma * behind, slowest.compute * behind, 0.0, slowest.worker * behind
+            slowest.dma * behind,
+            slowest.compute * behind,
+            around.servers.admission_s,
+            slowest.worker * behind,
         )
     )  # fmt: skip
-
-
-def _impossible(
-    model: ModelSpec, pool: Pool, question: Question, cost: ModelCost, found: Search
-) -> Impossible:
-    changes: list[Change] = []
-    if found.shortages:
-        short = min(found.shortages.values(), key=lambda each: sum(each.values()))
-        names = " and ".join(f"{number:,} more {name}" for name, number in short.items())
-        changes.append(Change(names, add_nodes=tuple(short.items())))
-    wishes = question.wishes
-    if wishes.spares:
-        changes += _try(model, pool, replace(question, wishes=replace(wishes, spares=0)),
-                        "no spares (--spares 0)")  # fmt: skip
-    if wishes.groups is not None:
-        changes += _try(model, pool, replace(question, wishes=replace(wishes, groups=None)),
-                        "another number of layer groups (leave out --groups)")  # fmt: skip
-    if wishes.strategy is not None:
-        changes += _try(model, pool, replace(question, wishes=replace(wishes, strategy=None)),
-                        "another strategy (leave out --strategy)")  # fmt: skip
-    if wishes.max_token_s < math.inf:
-        slower = replace(question, wishes=replace(wishes, max_token_s=math.inf))
-        changes += _try(model, pool, slower, "more time for a token (--max-token-time)")
-    for bits in (8, 4):
-        if bits < question.bits:
-            fewer = _try(model, pool, replace(question, bits=bits), f"--bits {bits}")
-            changes += fewer
-            if fewer:
-                break
-    changes += _shorter(model, pool, question)
-    if not changes:
-        changes += _larger_memory(model, pool, question)
-    return Impossible(
-        model, pool, question, cost, {str(k): why for k, why in found.misfits.items()},
-        tuple(changes),
-    )  # fmt: skip
-
-
-def _is_possible(model: ModelSpec, pool: Pool, question: Question) -> bool:
-    found = search(demand_of(model, question), pool, question.wire, question.wishes)
-    return bool(found.placements)
-
-
-def _try(model: ModelSpec, pool: Pool, question: Question, what: str) -> list[Change]:
-    return [Change(what, question)] if _is_possible(model, pool, question) else []
-
-
-def _shorter(model: ModelSpec, pool: Pool, question: Question) -> list[Change]:
-    """The longest context that fits, if any does."""
-
-    def at(context: int) -> Question:
-        return replace(question, context=context, prompt=min(question.prompt, context))
-
-    low, high = 1, question.context
-    if high == 1 or not _is_possible(model, pool, at(low)):
-        return []
-    while high - low > max(1, low // 64):
-        middle = (low + high) // 2
-        low, high = (middle, high) if _is_possible(model, pool, at(middle)) else (low, middle)
-    return [Change(f"--context {low}", at(low))]
-
-
-def _larger_memory(model: ModelSpec, pool: Pool, question: Question) -> list[Change]:
-    """How much memory a node would need, if that many nodes of the largest kind had it."""
-    largest = max((kind.node for kind in pool.nodes), key=lambda node: node.memory_bytes)
-
-    def with_memory(num_bytes: int) -> Pool:
-        grown = replace(largest, memory_bytes=num_bytes)
-        nodes = tuple(
-            replace(kind, node=grown) if kind.node is largest else kind for kind in pool.nodes
-        )
-        return replace(pool, nodes=nodes)
-
-    low, high = largest.memory_bytes, 2 * largest.memory_bytes
-    while not _is_possible(model, with_memory(high), question):
-        low, high = high, 2 * high
-        if high > 1 << 50:
-            return []
-    while high - low > low // 64:
-        middle = (low + high) // 2
-        if _is_possible(model, with_memory(middle), question):
-            high = middle
-        else:
-            low = middle
-    return [Change(f"{high / 1e6:,.0f} MB of memory on each {largest.name}")]

@@ -170,6 +170,8 @@ def read_node(name: str, table: Table) -> NodeSpec:
         local_store_bytes=table.whole("local_store_bytes", 0, least=0),
         host_cores=table.whole("host_cores", 0, least=0),
         hop_cpu_s=table.number("hop_cpu_s", 0.0),
+        request_cpu_s=table.number("request_cpu_s", 0.0),
+        prompt_speedup=table.positive("prompt_speedup", 1.0),
         sources=table.notes("sources"),
         unsure=table.notes("unsure"),
     )
@@ -222,6 +224,8 @@ def read_servers(name: str, table: Table) -> ServerSpec:
         redis_operations_per_s=table.positive("redis_operations_per_s"),
         redis_bytes_per_s=table.positive("redis_bytes_per_s"),
         redis_round_trip_s=table.number("redis_round_trip_s"),
+        commit_s=table.number("commit_s", 0.0),
+        admission_s=table.number("admission_s", 0.0),
         redis_memory_bytes=table.whole("redis_memory_bytes"),
         redis_max_shards=table.whole("redis_max_shards", 1000),
         max_utilisation=table.positive("max_utilisation", 0.6, most=1.0),

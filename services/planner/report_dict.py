@@ -6,8 +6,10 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from services.planner.missing import Impossible
 from services.planner.placement import Placement
-from services.planner.plan import Impossible, Plan, Question
+from services.planner.plan import Plan
+from services.planner.question import Question
 from services.planner.specs import Pool
 from services.planner.timing import Seconds
 

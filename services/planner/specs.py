@@ -140,7 +140,9 @@ class NodeSpec:
     kernel reaches. A worker's turn costs `turn_s` beside the kernel and each step in it `step_s`.
     `local_store_bytes` is 0 where the hardware has caches. `host_cores` is the number of cores that
     all nodes of this kind share because they are processes of one machine, 0 if each is a machine
-    of its own; `hop_cpu_s` is then what broker and clients take of those cores for a message.
+    of its own; `hop_cpu_s` is then what broker and clients take of those cores for a message, and
+    `request_cpu_s` what a request takes of them beside its groups. A slice of a prompt computes
+    `prompt_speedup` times as fast as a decode step of as many rows.
     """
 
     name: str
@@ -160,6 +162,8 @@ class NodeSpec:
     local_store_bytes: int = 0
     host_cores: int = 0
     hop_cpu_s: float = 0.0
+    request_cpu_s: float = 0.0
+    prompt_speedup: float = 1.0
     sources: Mapping[str, str] = field(default_factory=dict)
     unsure: Mapping[str, str] = field(default_factory=dict)
 
@@ -210,8 +214,9 @@ class NetworkSpec:
 class ServerSpec:
     """What one node of RabbitMQ and one shard of Redis carry.
 
-    `broker_hop_s` is from publish to delivery without the wire. No more than `max_utilisation` of a
-    rate is planned with.
+    `broker_hop_s` is from publish to delivery without the wire, `commit_s` what a token waits for
+    its commit, `admission_s` what a request waits for its scheduler. No more than `max_utilisation`
+    of a rate is planned with.
     """
 
     name: str
@@ -224,6 +229,8 @@ class ServerSpec:
     redis_operations_per_s: float
     redis_bytes_per_s: float
     redis_round_trip_s: float
+    commit_s: float
+    admission_s: float
     redis_memory_bytes: int
     redis_max_shards: int
     max_utilisation: float

@@ -23,8 +23,9 @@ from services.planner.cost import (
     trunk_multiply_adds,
 )
 from services.planner.network import Link
+from services.planner.slices import Demand, sliced_sequence_bytes
 from services.planner.specs import ModelSpec, NetworkSpec, NodeSpec, ServerSpec
-from services.planner.stages import Demand, Stage, sliced_sequence_bytes
+from services.planner.stages import Stage
 from shared.topology import Wire
 from shared.wire import row_bytes
 
@@ -67,7 +68,7 @@ class Traffic:
         return Traffic(self.messages + other.messages, self.num_bytes + other.num_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StageStep:
     """A step of `batch` tokens in one stage.
 
@@ -126,13 +127,22 @@ def busiest_load(num_tasks: float, num_slots: int) -> float:
 
 @cache
 def stage_step(
-    demand: Demand, around: Surroundings, stage: Stage, batch: float, context: int
+    demand: Demand,
+    around: Surroundings,
+    stage: Stage,
+    batch: float,
+    context: int,
+    is_prompt: bool = False,
 ) -> StageStep:
-    """A step of `batch` tokens, each at position `context`."""
+    """A step of `batch` tokens, each at position `context`: one of each sequence, or a slice of one
+    prompt, which travels as one message and of which the head sees one row."""
     model = demand.model
     node = stage.node
-    own = _trunk_kernel(demand, stage, batch, context)
-    worker = Seconds(worker=node.turn_s + batch * node.step_s)
+    num_messages = 1 if is_prompt else batch
+    own = _trunk_kernel(demand, stage, batch, context, head_rows=num_messages)
+    if is_prompt:
+        own = Seconds(dma=own.dma, compute=own.compute / node.prompt_speedup)
+    worker = Seconds(worker=node.turn_s + num_messages * node.step_s)
     latency = own.plus(worker)
     link = around.link(node, stage.num_slots)
     traffic = Traffic()
@@ -149,14 +159,21 @@ def stage_step(
         traffic = traffic.plus(scattered)
         sent_bytes += scattered.num_bytes / 2 / stage.width
     message = hop_bytes(model, stage.end_layer, around.wire)
-    hop = around.link(node, 2).message_s(batch * message)
-    latency = latency.plus(Seconds(network=hop))
-    traffic = traffic.plus(Traffic(1, batch * message))
+    near = around.link(node, 2)
+    moved = batch * message / num_messages
+    # Each sequence travels in a message of its own, one behind the other.
+    hop_s = near.message_s(moved) + (num_messages - 1) * near.send_s(moved)
+    if stage.has_head:
+        hop_s += around.servers.commit_s
+    latency = latency.plus(Seconds(network=hop_s))
+    traffic = traffic.plus(Traffic(num_messages, batch * message))
     busy_s = max(own.total + worker.total, sent_bytes / node.network_bytes_per_s)
     return StageStep(batch, latency, traffic, busy_s, expert_busy_s)
 
 
-def _trunk_kernel(demand: Demand, stage: Stage, batch: float, context: int) -> Seconds:
+def _trunk_kernel(
+    demand: Demand, stage: Stage, batch: float, context: int, *, head_rows: float
+) -> Seconds:
     """What one trunk slot computes. Experts that it keeps are read as far as they are chosen."""
     model, bits, d = demand.model, demand.bits, demand.model.hidden_size
     num_bytes = read = work = 0.0
@@ -172,7 +189,7 @@ def _trunk_kernel(demand: Demand, stage: Stage, batch: float, context: int) -> S
             work += chosen * expert_multiply_adds(layer, d)
     if stage.has_head:
         num_bytes += head_bytes(model, bits)
-        work += head_multiply_adds(model)
+        work += head_multiply_adds(model) * head_rows / batch
     moved = num_bytes * stage.share + batch * read
     return kernel_seconds(stage.node, moved, batch * work * stage.share)
 

@@ -19,6 +19,7 @@ SOURCE_DIR = "shared/kernel/csrc"  # relative to the project root, as setuptools
 SOURCES = (
     "paths",
     "threads",
+    "caches",
     "geometry",
     "matmul",
     "attention",
@@ -33,6 +34,7 @@ SOURCES = (
     "attend_avx512",
     "block_avx2",
     "block_avx512",
+    "pairs_avx512",
     "block_amx",
     "block_neon",
 )

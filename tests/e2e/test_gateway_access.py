@@ -25,7 +25,11 @@ from tests.gguf_files import TinyModel, write_gguf
 from tests.processes import cellpipe
 
 CHAT = "/v1/chat/completions"
-HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+HELLO: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hello"}],
+    "max_tokens": 4,
+    "seed": 1,
+}
 KEY = "a-key-that-is-long-enough"
 
 

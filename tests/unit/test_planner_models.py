@@ -21,7 +21,8 @@ from services.planner.cost import (
     token_multiply_adds,
 )
 from services.planner.library import builtin_library
-from services.planner.plan import Question, demand_of
+from services.planner.question import Question, demand_of
+from services.planner.slices import num_heads, room_bytes
 from services.planner.specs import (
     DeltaAttention,
     DenseMlp,
@@ -32,7 +33,6 @@ from services.planner.specs import (
     ModelSpec,
     Published,
 )
-from services.planner.stages import num_heads, room_bytes
 from services.planner.tensors import (
     Part,
     Tensor,

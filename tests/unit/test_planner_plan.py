@@ -16,13 +16,17 @@ from services.planner.bill import bill, kwh_a_year
 from services.planner.failures import at_most_down, down_share, mtbf_s
 from services.planner.html import check_html, rate_curve, to_html
 from services.planner.library import Library, builtin_library
+from services.planner.missing import Impossible
 from services.planner.network import Link, hops_s, mean_latency_s, tier_shares
-from services.planner.placement import Search, Wishes, search
-from services.planner.plan import Impossible, Plan, Question, demand_of, make_plan
+from services.planner.placement import Wishes
+from services.planner.plan import Plan, make_plan
+from services.planner.question import Question, demand_of
 from services.planner.report import headline, impossible_lines, sections
 from services.planner.report_dict import impossible_dict, plan_dict
+from services.planner.search import Search, search
+from services.planner.slices import room_bytes
 from services.planner.specs import NodeCount, Pool
-from services.planner.stages import Stage, Strategy, room_bytes
+from services.planner.stages import Stage, Strategy
 from services.planner.timing import all_reduce, busiest_load, kernel_seconds
 from shared.errors import ConfigError
 from shared.topology import Wire
@@ -188,7 +192,7 @@ some_wishes = st.builds(
     spares=st.integers(0, 1),
 )
 QUIET = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 
 

@@ -42,7 +42,13 @@ def test_every_number_has_a_source_and_every_assumption_a_reason(library: Librar
             assert known, f"{spec.name}: {name} is no field"
         if spec.sources.get("*") == "see unsure":
             default = fields - set(spec.sources)
-            optional = {"host_cores", "hop_cpu_s", "local_store_bytes"}
+            optional = {
+                "host_cores",
+                "hop_cpu_s",
+                "request_cpu_s",
+                "prompt_speedup",
+                "local_store_bytes",
+            }
             assert default - set(spec.unsure) <= optional, spec.name
 
 

@@ -11,6 +11,7 @@
 
 #define T __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c")))
 #define HEADS 4
+#define POSITIONS 8 /* of a page, whose scores of many rows are under way together */
 #define INLINE static inline __attribute__((always_inline)) T
 
 /* Keys of two positions lie together, 8 dimensions of the one and the same 8 of the other; values as
@@ -162,28 +163,45 @@ T int cp_attend_avx512(const float *q, int32_t num, const float *tile, int32_t h
     return 1;
 }
 
-/* Scores of 16 rows and two positions, whose keys lie as cp_widen_avx512 puts them: a lane is a row, so
- * that each sum of 8 lanes is of registers, and nothing is shuffled. */
-INLINE void scores_of_rows(const float *columns, const float *keys, int32_t head_dim, __m512 scale,
-                           __m512 scores[2])
+/* Lanes e and e + 4 of the scores of 16 rows and POSITIONS positions, added up. A lane is a row, so that
+ * each sum of 8 lanes is of registers, and nothing is shuffled. Keys lie as cp_widen_avx512 puts them.
+ * Two lanes of many positions at a time, not all lanes of two: a column is then read for 8 products. */
+INLINE void two_lanes_of_rows(const float *columns, const float *keys, int32_t head_dim, int e,
+                              __m512 sums[POSITIONS])
 {
-    __m512 lanes[2][8];
+    __m512 low[POSITIONS], high[POSITIONS];
     int32_t i;
-    int e, j;
+    int j;
 #pragma GCC unroll 8
-    for (e = 0; e < 8; e++)
-        lanes[0][e] = lanes[1][e] = _mm512_setzero_ps();
-    for (i = 0; i < head_dim; i += 8, keys += 16, columns += 8 * CP_ATTENTION_ROWS)
+    for (j = 0; j < POSITIONS; j++)
+        low[j] = high[j] = _mm512_setzero_ps();
+    columns += e * CP_ATTENTION_ROWS;
+    keys += e;
+    for (i = 0; i < head_dim; i += 8, keys += 16, columns += 8 * CP_ATTENTION_ROWS) {
+        __m512 x = _mm512_loadu_ps(columns), y = _mm512_loadu_ps(columns + 4 * CP_ATTENTION_ROWS);
 #pragma GCC unroll 8
-        for (e = 0; e < 8; e++) {
-            __m512 x = _mm512_loadu_ps(columns + e * CP_ATTENTION_ROWS);
-            lanes[0][e] = _mm512_add_ps(lanes[0][e], _mm512_mul_ps(x, _mm512_set1_ps(keys[e])));
-            lanes[1][e] =
-                _mm512_add_ps(lanes[1][e], _mm512_mul_ps(x, _mm512_set1_ps(keys[8 + e])));
+        for (j = 0; j < POSITIONS; j++) {
+            const float *key = keys + j / 2 * 2 * head_dim + j % 2 * 8;
+            low[j] = _mm512_add_ps(low[j], _mm512_mul_ps(x, _mm512_set1_ps(key[0])));
+            high[j] = _mm512_add_ps(high[j], _mm512_mul_ps(y, _mm512_set1_ps(key[4])));
         }
-#pragma GCC unroll 2
-    for (j = 0; j < 2; j++)
-        scores[j] = _mm512_mul_ps(sum_of_lanes(lanes[j]), scale);
+    }
+#pragma GCC unroll 8
+    for (j = 0; j < POSITIONS; j++)
+        sums[j] = _mm512_add_ps(low[j], high[j]);
+}
+
+INLINE void scores_of_rows(const float *columns, const float *keys, int32_t head_dim, __m512 scale,
+                           __m512 scores[POSITIONS])
+{
+    __m512 sums[4][POSITIONS];
+    int e, j;
+    for (e = 0; e < 4; e++)
+        two_lanes_of_rows(columns, keys, head_dim, e, sums[e]);
+    for (j = 0; j < POSITIONS; j++)
+        scores[j] = _mm512_mul_ps(_mm512_add_ps(_mm512_add_ps(sums[0][j], sums[2][j]),
+                                                _mm512_add_ps(sums[1][j], sums[3][j])),
+                                  scale);
 }
 
 /* acc += p_j * v_j, j ascending, for n rows and 16 * num dimensions (fewer than 16: those of the mask).
@@ -261,10 +279,8 @@ T int cp_attend_rows_avx512(const float *columns, const float *tile, int32_t hea
     __m512 s[CP_PAGE], most = _mm512_set1_ps(cp_float(0xff800000u)), lanes[8];
     __mmask16 sees[CP_PAGE], bad = 0;
     int j, r;
-#pragma GCC unroll 8
-    for (j = 0; j < CP_PAGE; j += 2) {
+    for (j = 0; j < CP_PAGE; j += POSITIONS)
         scores_of_rows(columns, tile + j * head_dim, head_dim, scale, s + j);
-    }
 #pragma GCC unroll 16
     for (j = 0; j < CP_PAGE; j++) { /* row r sees position j if j <= first + r */
         sees[j] = j > first ? (__mmask16)(0xffff << (j - first)) : 0xffff;

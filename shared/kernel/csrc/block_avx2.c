@@ -26,14 +26,17 @@ INLINE __m256 half8(const uint8_t *p)
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
 
-/* Into all caches: passing by the last level, as weights read once a token might, cost nearly half of
- * the speed where it holds a whole model (Xeon with 300 MB). */
-INLINE void prefetch(const uint8_t *p, const int lines)
+/* Weights that will have left the caches anyway pass them by, and spare what others keep there. */
+INLINE void prefetch(const uint8_t *p, const int lines, int32_t passing)
 {
     int i;
 #pragma GCC unroll 8
-    for (i = 0; i < lines; i++)
-        _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
+    for (i = 0; i < lines; i++) {
+        if (passing)
+            _mm_prefetch((const char *)p + 64 * i, _MM_HINT_NTA);
+        else
+            _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
+    }
 }
 
 /* a += (scale * d) * dot */
@@ -44,45 +47,63 @@ INLINE void accumulate(float *a, __m256 scale, float d, __m256i dot)
                                       _mm256_mul_ps(factor, _mm256_cvtepi32_ps(dot))));
 }
 
-/* One group, rows first..first+n-1 of the tile, outputs 8*half..8*half+7. n * terms <= 8. */
-INLINE void int4_group(const uint8_t *group, int half, const int8_t *q, const float *d,
-                       const int n, const int terms, float a[][CP_BLOCK])
+/* One group, `num` (at most 4) rows or terms of rows: sums of products in 16 bits, for outputs 0..7 and
+ * 8..15. Both at once: an activation is read for two products, which a Zen 5, that can do two of each a
+ * cycle, has no time for otherwise. */
+INLINE void int4_sums(const uint8_t *group, const int8_t *q, const int num, __m256i sum[2][4])
 {
-    const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    __m256 scale = half8(group + 16 * half);
-    __m256i sum[8];
+    const __m256i low = _mm256_set1_epi8(15);
     int t, p;
-#pragma GCC unroll 8
-    for (t = 0; t < n * terms; t++)
-        sum[t] = _mm256_setzero_si256();
 #pragma GCC unroll 4
-    for (p = 0; p < 4; p++) {
-        __m256i pairs = _mm256_loadu_si256((const __m256i *)(group + 64 + 64 * p + 32 * half));
-        __m256i even = _mm256_and_si256(pairs, low);
-        __m256i odd = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), low);
+    for (t = 0; t < num; t++)
+        sum[0][t] = sum[1][t] = _mm256_setzero_si256();
 #pragma GCC unroll 8
-        for (t = 0; t < n * terms; t++) {
-            const word *quads = (const word *)(q + t * CP_GROUP);
-            sum[t] = _mm256_add_epi16(
-                sum[t], _mm256_maddubs_epi16(even, _mm256_set1_epi32(quads[p])));
-            sum[t] = _mm256_add_epi16(
-                sum[t], _mm256_maddubs_epi16(odd, _mm256_set1_epi32(quads[4 + p])));
-            KEEP(sum[t]);
+    for (p = 0; p < 8; p++) {
+        const __m256i *slab = (const __m256i *)(group + 64 + 64 * (p % 4));
+        __m256i w0 = _mm256_loadu_si256(slab), w1 = _mm256_loadu_si256(slab + 1);
+        if (p >= 4) {
+            w0 = _mm256_srli_epi16(w0, 4);
+            w1 = _mm256_srli_epi16(w1, 4);
+        }
+        w0 = _mm256_and_si256(w0, low);
+        w1 = _mm256_and_si256(w1, low);
+#pragma GCC unroll 4
+        for (t = 0; t < num; t++) {
+            __m256i x = _mm256_set1_epi32(((const word *)(q + t * CP_GROUP))[p]);
+            sum[0][t] = _mm256_add_epi16(sum[0][t], _mm256_maddubs_epi16(w0, x));
+            sum[1][t] = _mm256_add_epi16(sum[1][t], _mm256_maddubs_epi16(w1, x));
+            KEEP(sum[0][t]);
+            KEEP(sum[1][t]);
         }
     }
-#pragma GCC unroll 8
-    for (t = 0; t < n; t++) {
-        __m256i dot = _mm256_madd_epi16(sum[t * terms], ones);
-        if (terms == 2)
-            dot = _mm256_add_epi32(_mm256_slli_epi32(dot, CP_FIRST_TERM_BITS),
-                                   _mm256_madd_epi16(sum[t * 2 + 1], ones));
-        accumulate(&a[t][8 * half], scale, d[t], dot);
+}
+
+/* Rows first..first+n-1 of a group; n * terms <= 4. */
+INLINE void int4_group(const uint8_t *group, const int8_t *q, const float *d, const int n,
+                       const int terms, float a[][CP_BLOCK])
+{
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i sum[2][4];
+    int t, half;
+    int4_sums(group, q, n * terms, sum);
+#pragma GCC unroll 2
+    for (half = 0; half < 2; half++) {
+        __m256 scale = half8(group + 16 * half);
+#pragma GCC unroll 4
+        for (t = 0; t < n; t++) {
+            __m256i dot = _mm256_madd_epi16(sum[half][t * terms], ones);
+            if (terms == 2)
+                dot = _mm256_add_epi32(_mm256_slli_epi32(dot, CP_FIRST_TERM_BITS),
+                                       _mm256_madd_epi16(sum[half][t * 2 + 1], ones));
+            accumulate(&a[t][8 * half], scale, d[t], dot);
+        }
     }
 }
 
 INLINE void int4_rows(const uint8_t *block, const cp_tile *x, int32_t first, const int n,
                       const int terms, float *out, size_t stride)
 {
+    const int step = n * terms <= 4 ? n : 4 / terms; /* rows at once */
     const int8_t *q = x->q + (size_t)(first * terms * CP_GROUP);
     const float *d = x->d + first, *ds = x->ds + first;
     const uint8_t *at = block;
@@ -95,9 +116,10 @@ INLINE void int4_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
             _mm256_storeu_ps(&a[t][8 * half], _mm256_setzero_ps());
     for (g = 0; g < x->groups; g++, at += CP_INT4_GROUP) {
         if (n <= 4)
-            prefetch(at + AHEAD, 5);
-        int4_group(at, 0, q, d, n, terms, a);
-        int4_group(at, 1, q, d, n, terms, a);
+            prefetch(at + AHEAD, 5, x->passing);
+#pragma GCC unroll 4
+        for (t = 0; t < n; t += step)
+            int4_group(at, q + t * terms * CP_GROUP, d + t, step, terms, a + t);
         q += x->n * terms * CP_GROUP;
         d += x->n;
     }
@@ -169,7 +191,7 @@ INLINE void int8_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
     for (g = 0; g < x->groups; g++, slabs += CP_INT8_GROUP) {
         __m256 scale[2];
         if (n <= 4)
-            prefetch(slabs + AHEAD, 8);
+            prefetch(slabs + AHEAD, 8, x->passing);
         for (half = 0; half < 2; half++)
             scale[half] = half8(block + g * CP_BLOCK * 2 + 16 * half);
 #pragma GCC unroll 4
@@ -244,8 +266,8 @@ T static uint64_t peak(uint64_t rounds)
 }
 
 const cp_path cp_path_avx2 = {
-    "avx2", 1, 0, block_int4, block_int8, NULL, cp_quantize_avx2, cp_dot8_avx2, cp_scale_by_avx2,
-    cp_rope_avx2, cp_silu_mul_avx2, cp_add_to_avx2, cp_all_finite_avx2, cp_exp_avx2,
+    "avx2", 1, 0, block_int4, block_int8, NULL, NULL, cp_quantize_avx2, cp_dot8_avx2,
+    cp_scale_by_avx2, cp_rope_avx2, cp_silu_mul_avx2, cp_add_to_avx2, cp_all_finite_avx2, cp_exp_avx2,
     cp_to_half_avx2, cp_from_half_avx2, cp_widen_avx2, cp_attend_avx2, NULL, peak, cp_read_avx2};
 
 #else

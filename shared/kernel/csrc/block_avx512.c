@@ -41,14 +41,17 @@ INLINE void dot32(__m512i sum[CP_TILE], const int n, const __m512i w[8], const i
         }
 }
 
-/* Into all caches: passing by the last level, as weights read once a token might, cost nearly half of
- * the speed where it holds a whole model (Xeon with 300 MB). */
-INLINE void prefetch(const uint8_t *p, const int lines)
+/* Weights that will have left the caches anyway pass them by, and spare what others keep there. */
+INLINE void prefetch(const uint8_t *p, const int lines, int32_t passing)
 {
     int i;
 #pragma GCC unroll 8
-    for (i = 0; i < lines; i++)
-        _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
+    for (i = 0; i < lines; i++) {
+        if (passing)
+            _mm_prefetch((const char *)p + 64 * i, _MM_HINT_NTA);
+        else
+            _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
+    }
 }
 
 /* The two sums of a row: of products, and of mins. */
@@ -103,7 +106,7 @@ INLINE void int4_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
     for (g = 0; g < x->groups; g++, block += CP_INT4_GROUP) {
         __m512i w[8], dot[CP_TILE];
         if (n <= 4)
-            prefetch(block + AHEAD, 5);
+            prefetch(block + AHEAD, 5, x->passing);
 #pragma GCC unroll 4
         for (p = 0; p < 4; p++) {
             __m512i pairs = _mm512_loadu_si512(block + 64 + 64 * p);
@@ -148,7 +151,7 @@ INLINE void int8_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
     for (g = 0; g < x->groups; g++, slabs += CP_INT8_GROUP) {
         __m512i w[8], dot[CP_TILE];
         if (n <= 4)
-            prefetch(slabs + AHEAD, 8);
+            prefetch(slabs + AHEAD, 8, x->passing);
 #pragma GCC unroll 8
         for (p = 0; p < 8; p++)
             w[p] = _mm512_xor_si512(_mm512_loadu_si512(slabs + 64 * p), top_bits);
@@ -235,8 +238,8 @@ T static uint64_t peak(uint64_t rounds)
 }
 
 const cp_path cp_path_avx512vnni = {
-    "avx512vnni", 0, 0, cp_block_int4_avx512, cp_block_int8_avx512, NULL, cp_quantize_avx512, cp_dot8_avx2, cp_scale_by_avx2,
-    cp_rope_avx2, cp_silu_mul_avx512, cp_add_to_avx2, cp_all_finite_avx512, cp_exp_avx2,
+    "avx512vnni", 0, 0, cp_block_int4_avx512, cp_block_int8_avx512, cp_pair_int4_avx512, NULL,
+    cp_quantize_avx512, cp_dot8_avx2, cp_scale_by_avx2, cp_rope_avx2, cp_silu_mul_avx512, cp_add_to_avx2, cp_all_finite_avx512, cp_exp_avx2,
     cp_to_half_avx2, cp_from_half_avx2, cp_widen_avx512, cp_attend_avx512, cp_attend_rows_avx512, peak, cp_read_avx2};
 
 #else

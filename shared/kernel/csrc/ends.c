@@ -83,7 +83,8 @@ static ends_job take_job(cp_arena *arena, const cp_engine *engine, const cp_matr
         job.largest = cp_take(arena, threads * n, sizeof(int32_t));
     }
     job.acts = cp_take_acts(arena, job.path, rows, matrix->cols, terms,
-                            matrix->kind == CP_KIND_INT4);
+                            matrix->kind == CP_KIND_INT4,
+                            cp_passes_by(engine, matrix->num_bytes));
     return job;
 }
 

@@ -105,7 +105,7 @@ void *cp_take(cp_arena *arena, uint64_t count, uint64_t size)
 }
 
 cp_acts cp_take_acts(cp_arena *arena, const cp_path *path, int32_t rows, int32_t cols,
-                     int32_t terms, int32_t int4_only)
+                     int32_t terms, int32_t int4_only, int32_t passing)
 {
     cp_acts acts;
     uint64_t n = (uint64_t)rows, groups = (uint64_t)(cols / CP_GROUP);
@@ -122,5 +122,6 @@ cp_acts cp_take_acts(cp_arena *arena, const cp_path *path, int32_t rows, int32_t
     acts.terms = terms;
     acts.wide_per_term = path->wide_per_term;
     acts.int4_only = int4_only;
+    acts.passing = passing;
     return acts;
 }

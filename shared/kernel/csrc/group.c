@@ -32,6 +32,18 @@ static int32_t all_int4(const cp_group *g)
     return 1;
 }
 
+static uint64_t weight_bytes(const cp_group *g)
+{
+    uint64_t sum = 0;
+    int32_t i;
+    for (i = 0; i < g->num_layers; i++) {
+        const cp_layer *l = &g->layers[i];
+        sum += l->q.num_bytes + l->k.num_bytes + l->v.num_bytes + l->o.num_bytes +
+               l->gate.num_bytes + l->up.num_bytes + l->down.num_bytes;
+    }
+    return sum;
+}
+
 static forward_job take_forward(cp_arena *arena, const cp_engine *engine, const cp_group *g,
                                 int32_t rows)
 {
@@ -40,7 +52,7 @@ static forward_job take_forward(cp_arena *arena, const cp_engine *engine, const 
     uint64_t d = (uint64_t)g->hidden_size, inter = (uint64_t)g->intermediate_size;
     uint64_t q_dim = (uint64_t)g->num_heads * (uint64_t)g->head_dim;
     uint64_t kv_dim = (uint64_t)g->num_kv_heads * (uint64_t)g->head_dim;
-    int32_t int4 = all_int4(g);
+    int32_t int4 = all_int4(g), passing = cp_passes_by(engine, weight_bytes(g));
     s.path = cp_engine_path(engine);
     s.g = g;
     s.num_rows = rows;
@@ -56,11 +68,11 @@ static forward_job take_forward(cp_arena *arena, const cp_engine *engine, const 
     s.states = cp_take(arena, threads * 2 * CP_ATTENTION_ROWS * (uint64_t)g->num_heads, f);
     if (s.path->attend_rows)
         s.columns = cp_take(arena, threads * CP_ATTENTION_ROWS * q_dim, f);
-    s.norm2 = cp_take_acts(arena, s.path, rows, g->hidden_size, 2, int4);
+    s.norm2 = cp_take_acts(arena, s.path, rows, g->hidden_size, 2, int4, passing);
     s.norm1 = s.norm2;
     s.norm1.terms = 1;
-    s.heads = cp_take_acts(arena, s.path, rows, (int32_t)q_dim, 1, int4);
-    s.inner = cp_take_acts(arena, s.path, rows, g->intermediate_size, 2, int4);
+    s.heads = cp_take_acts(arena, s.path, rows, (int32_t)q_dim, 1, int4, passing);
+    s.inner = cp_take_acts(arena, s.path, rows, g->intermediate_size, 2, int4, passing);
     return s;
 }
 

@@ -31,6 +31,7 @@ typedef struct {
     int32_t terms;
     int32_t wide_per_term; /* the path's */
     int32_t int4_only;     /* no matrix of int8 is multiplied with them */
+    int32_t passing;       /* weights that meet them will have left the caches when they are read again */
 } cp_acts;
 
 /* One tile of them. */
@@ -44,11 +45,13 @@ typedef struct {
     int32_t groups;
     int32_t cols;
     int32_t terms;
+    int32_t passing;
 } cp_tile;
 
 /* One instruction set's way to do things; all give the same bits.
  *
  * int4, int8: a row block times a tile, out[t * stride + r] for 16 outputs r.
+ * int4_pair: NULL, or two row blocks, whose 32 outputs lie together, times a tile of one term.
  * int4_many: NULL, or row blocks of an int4 matrix times the first rows of a batch, out (R, m->rows);
  * returns how many rows. The others (none, or part of one tile) are left to int4.
  * quantize: one group of 32 values; returns 0 if one is not finite. `low` and `wide` may be NULL, and
@@ -61,6 +64,8 @@ typedef struct {
  * returns the mask of rows with a score that is not finite.
  */
 typedef void cp_block_fn(const uint8_t *block, const cp_tile *x, float *out, size_t stride);
+typedef void cp_pair_fn(const uint8_t *first, const uint8_t *second, const cp_tile *x, float *out,
+                        size_t stride);
 typedef int32_t cp_blocks_fn(const cp_matrix *m, const cp_acts *x, float *out, int32_t first_block,
                              int32_t end_block);
 typedef struct {
@@ -69,6 +74,7 @@ typedef struct {
     int32_t wide_per_term;  /* whether there are 32 for each term, not 32 */
     cp_block_fn *int4;
     cp_block_fn *int8;
+    cp_pair_fn *int4_pair;
     cp_blocks_fn *int4_many;
     int (*quantize)(const float *x, int8_t *q, int8_t *low, int16_t *wide, float *d, int32_t *s);
     float (*dot8)(const float *x, const float *y, int32_t n);
@@ -118,6 +124,10 @@ struct cp_team {
     struct cp_engine *engine;
 };
 const cp_path *cp_engine_path(const cp_engine *engine);
+/* Whether that many bytes of weights, read in turn with as many others, outgrow the last level of caches. */
+int32_t cp_passes_by(const cp_engine *engine, uint64_t weight_bytes);
+/* 0 where nothing tells (caches.c). */
+uint64_t cp_last_level_bytes(void);
 int32_t cp_engine_threads(const cp_engine *engine);
 /* Returns the least bad row, or -1. */
 int32_t cp_run(cp_engine *engine, cp_work *work, void *context);
@@ -147,7 +157,7 @@ typedef struct {
 } cp_arena;
 void *cp_take(cp_arena *arena, uint64_t count, uint64_t size);
 cp_acts cp_take_acts(cp_arena *arena, const cp_path *path, int32_t rows, int32_t cols,
-                     int32_t terms, int32_t int4_only);
+                     int32_t terms, int32_t int4_only, int32_t passing);
 
 /* Quantise groups first..end-1 of row r, whose values are x (cols). Returns 0 if one of them is not
  * finite. */

@@ -4,6 +4,8 @@
 #include <math.h> /* sqrtf, which IEEE 754 defines to the last bit */
 #include <string.h>
 
+#define PAIR_ROWS 5 /* of a batch: with fewer, reading weights is the limit, and one stream is enough */
+
 static int32_t tile_rows(const cp_acts *acts, int32_t first)
 {
     return acts->rows - first < CP_TILE ? acts->rows - first : CP_TILE;
@@ -61,6 +63,7 @@ cp_tile cp_tile_of(const cp_acts *acts, int32_t first)
     tile.groups = groups;
     tile.cols = acts->cols;
     tile.terms = acts->terms;
+    tile.passing = acts->passing;
     return tile;
 }
 
@@ -71,33 +74,46 @@ const uint8_t *cp_block_at(const cp_matrix *m, int32_t b)
            (uint64_t)(b % blocks_per_chunk) * cp_block_bytes(m->kind, m->cols);
 }
 
+/* Blocks b and b + 1 in one go, where the path has a way. */
+static int32_t in_pairs(const cp_path *path, const cp_matrix *m, const cp_acts *x, int32_t b,
+                        int32_t end_block)
+{
+    return path->int4_pair && m->kind == CP_KIND_INT4 && x->terms == 1 && b + 2 <= end_block &&
+           m->rows - b * CP_BLOCK >= 2 * CP_BLOCK;
+}
+
 void cp_multiply(const cp_path *path, const cp_matrix *m, const cp_acts *x, float *out,
                  int32_t first_block, int32_t end_block)
 {
     cp_block_fn *multiply = m->kind == CP_KIND_INT4 ? path->int4 : path->int8;
     size_t stride = (size_t)m->rows;
     float padded[CP_TILE * CP_BLOCK];
-    int32_t done = 0, b, first, t;
+    int32_t done = 0, b = first_block, first, t;
     if (m->kind == CP_KIND_INT4 && path->int4_many)
         done = path->int4_many(m, x, out, first_block, end_block);
     if (done == x->rows)
         return;
     /* Blocks outside, batch inside: a block is read from memory once and stays in the first-level
      * cache while the tiles of the batch pass over it. */
-    for (b = first_block; b < end_block; b++) {
-        const uint8_t *block = cp_block_at(m, b);
+    while (b < end_block) {
         int32_t left = m->rows - b * CP_BLOCK;
+        int32_t blocks = x->rows - done >= PAIR_ROWS && in_pairs(path, m, x, b, end_block) ? 2 : 1;
         for (first = done; first < x->rows; first += CP_TILE) {
             cp_tile tile = cp_tile_of(x, first);
             float *at = out + (size_t)first * stride + (size_t)b * CP_BLOCK;
-            if (left >= CP_BLOCK) {
-                multiply(block, &tile, at, stride);
+            if (blocks == 2) {
+                path->int4_pair(cp_block_at(m, b), cp_block_at(m, b + 1), &tile, at, stride);
                 continue;
             }
-            multiply(block, &tile, padded, CP_BLOCK);
+            if (left >= CP_BLOCK) {
+                multiply(cp_block_at(m, b), &tile, at, stride);
+                continue;
+            }
+            multiply(cp_block_at(m, b), &tile, padded, CP_BLOCK);
             for (t = 0; t < tile.n; t++)
                 memcpy(at + (size_t)t * stride, padded + t * CP_BLOCK,
                        (size_t)left * sizeof(float));
         }
+        b += blocks;
     }
 }

@@ -23,6 +23,7 @@
 struct cp_engine {
     const cp_path *path;
     int32_t num_threads;
+    uint64_t last_level_bytes;
 #ifdef CP_THREADS
     cp_team team; /* of the job that runs on all threads */
     cp_work *work;
@@ -42,6 +43,11 @@ struct cp_engine {
 const cp_path *cp_engine_path(const cp_engine *engine)
 {
     return engine->path;
+}
+
+int32_t cp_passes_by(const cp_engine *engine, uint64_t weight_bytes)
+{
+    return engine->last_level_bytes != 0 && weight_bytes > engine->last_level_bytes / 2;
 }
 
 int32_t cp_engine_threads(const cp_engine *engine)
@@ -269,6 +275,7 @@ cp_engine *cp_engine_new(int32_t path, int32_t num_threads)
         return NULL;
     e->path = cp_path_at(path);
     e->num_threads = num_threads < MAX_THREADS ? num_threads : MAX_THREADS - 1;
+    e->last_level_bytes = cp_last_level_bytes();
 #ifdef CP_THREADS
     pthread_mutex_init(&e->busy, NULL);
 #endif
