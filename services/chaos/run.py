@@ -131,6 +131,11 @@ def run_chaos(
         leaked = wait_until_settled(broker, stores, queues, load.sightings, tend=crew.tend)
         observations = observe(load.sightings, questions, expected, Ledger(stores.meta))
         verdict = judge_requests(observations)
+        verdict.sizes = [(seen.num_prompt, len(seen.expected)) for seen in observations]
+        verdict.num_tokens = sum(len(seen.stored) for seen in observations)
+        ends = [seen.finished_s for seen in load.sightings if seen.finished_s is not None]
+        began = [seen.submitted_s for seen in load.sightings]
+        verdict.load_s = max(ends, default=0.0) - min(began, default=0.0) if ends else 0.0
         verdict.recovery = recoveries(observations, faults.log.injected)
         verdict.slowest = slowest_waits(observations, faults.log.injected, began_s=began_s)
         verdict.queues = {queue: broker.depth(queue) or 0 for queue in queues}

@@ -1,4 +1,7 @@
-"""`cellpipe simulate`: what a planned cluster would do, hour by hour, with its failures."""
+"""`cellpipe simulate`: what a planned cluster would do, hour by hour, with its failures.
+
+Longer than other modules: the command has many options, and each is said once.
+"""
 
 from __future__ import annotations
 
@@ -91,6 +94,14 @@ def simulate(
             help="In place of a plan: 10 nodes, 15 % crash, 3 retries, and cellpipe in that world.",
         ),
     ] = False,
+    growth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NODES,NODES…",
+            help="Simulate pools of so many nodes, requests in proportion, and tell what it costs.",
+        ),
+    ] = None,
+    cost: Annotated[bool, typer.Option("--cost", hidden=True)] = False,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same run, byte for byte.")] = 0,
     specs: Annotated[
         list[Path] | None,
@@ -119,6 +130,9 @@ def simulate(
         check_plot(plot, "--plot")
     if html is not None:
         check_plot(html, "--html")
+    if growth is not None:
+        _show_growth(growth, model, pool, requests or DEFAULT_REQUESTS, hours, seed, plot, as_json)
+        return
     library = open_library(specs or [])
     plan, whole_pool = _plan(
         library, model, pool, network, spares, bits=bits, context=context, groups=groups
@@ -136,6 +150,12 @@ def simulate(
         trace, requests, rate, burst, hours=hours, prompt=prompt, answer=answer, spread=spread,
         seed=seed,
     )  # fmt: skip
+    if cost:
+        from services.cli.simulate_growth import cost as cost_of
+
+        found = cost_of(Simulation(world, load, horizon_s=hours * 3600, seed=seed))
+        typer.echo(json.dumps(found))
+        return
     bar = _Bar()
     began_s = time.monotonic()
     outcome = Simulation(world, load, horizon_s=hours * 3600, seed=seed, show=bar.show).run()
@@ -168,6 +188,45 @@ def _show_article(num_tasks: int, *, seed: int, as_json: bool) -> None:
     typer.echo("failed: its requester was told why; lost: nobody was")
 
 
+def _show_growth(
+    text: str,
+    model: str,
+    pool: str,
+    requests: int,
+    hours: float,
+    seed: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """`requests` are those of `pool`, which has one kind of nodes; each size has its share."""
+    from services.cli.simulate_growth import grow, growth_lines, parse_sizes
+    from services.simulator.plots import draw_growth
+
+    name, _, number = pool.partition(":")
+    if "," in pool or not number.isdigit():
+        raise ConfigError(f"--growth needs a --pool of one kind such as ps3:100000, got {pool!r}")
+    per_node = requests / int(number)
+
+    def arguments(size: int) -> list[str]:
+        asked = max(1, round(per_node * size))
+        return [
+            "--model", model, "--pool", f"{name}:{size}", "--hours", str(hours),
+            "--requests", str(asked), "--seed", str(seed),
+        ]  # fmt: skip
+
+    rows = []
+    for row in grow(parse_sizes(text), arguments):
+        rows.append(row)
+        print(f"{row['nodes']:,} nodes: {row['wall_s']:.1f} s", file=sys.stderr, flush=True)
+    if plot is not None:
+        draw_growth(rows, plot)
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    for line in growth_lines(rows):
+        typer.echo(line)
+
+
 def _plan(
     library: Library,
     model: str,
@@ -181,8 +240,10 @@ def _plan(
 ) -> tuple[Plan, Pool]:
     """The plan of what the spares leave, and the whole pool. Ends the command if there is none."""
     from services.cli.simulated_world import without_spares
+    from services.planner.missing import Impossible
     from services.planner.placement import Wishes
-    from services.planner.plan import DEFAULT_PROMPT, Impossible, Question, make_plan
+    from services.planner.plan import make_plan
+    from services.planner.question import DEFAULT_PROMPT, Question
     from services.planner.report import impossible_lines
 
     whole = library.parse_pool(pool, network=network)

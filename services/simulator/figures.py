@@ -128,6 +128,11 @@ class Figures:
         return np.array(self._whole_s)
 
     @property
+    def last_end_s(self) -> float:
+        """When the last request was completed."""
+        return max(self._end_s, default=0.0)
+
+    @property
     def busy_total_s(self) -> float:
         return sum(self._busy_s)
 

@@ -1,4 +1,7 @@
-"""Wires a world and a load into one run, and says how it ended."""
+"""Wires a world and a load into one run, and says how it ended.
+
+Longer than other modules: it is the one place that knows all others.
+"""
 
 from __future__ import annotations
 

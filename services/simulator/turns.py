@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from services.simulator.agenda import Agenda
 from services.simulator.draws import Block
@@ -17,6 +18,14 @@ from services.simulator.workers import Worker
 from services.simulator.world import Host, Rules
 
 START_SLICE_S = 0.02  # a process that starts gives the core to others about so often
+
+
+@dataclass(slots=True)
+class _Start:
+    """A process that starts: the seconds of a core that it needs yet."""
+
+    left_s: float
+    is_up: Callable[[], None]
 
 
 class Turns:
@@ -34,7 +43,7 @@ class Turns:
         self._factors = factors
         self._waiting: dict[int, list[tuple[Pass, int]]] = {}  # by worker
         self._running: dict[int, list[tuple[Pass, int]]] = {}
-        self._for_core: deque[Worker | float] = deque()  # a worker's turn, or seconds of a start
+        self._for_core: deque[Worker | _Start] = deque()
 
     def enter(self, item: Pass, worker: Worker, t: float) -> None:
         """A step reaches a worker at `t`."""
@@ -52,11 +61,10 @@ class Turns:
         if self._running.pop(worker.index, None) is not None:
             self._release()
 
-    def start_process(self, cpu_s: float) -> None:
-        """A process that starts takes so much of a core, beside the others."""
-        if cpu_s > 0.0:
-            self._for_core.append(cpu_s)
-            self._give_cores()
+    def start_process(self, cpu_s: float, is_up: Callable[[], None]) -> None:
+        """A process that starts takes so much of a core, beside the others, and is up then."""
+        self._for_core.append(_Start(cpu_s, is_up))
+        self._give_cores()
 
     def _entered(self, at: tuple[Pass, Worker], ticket: int) -> None:
         item, worker = at
@@ -71,17 +79,19 @@ class Turns:
     def _give_cores(self) -> None:
         while self._num_free and self._for_core:
             turn = self._for_core.popleft()
-            if isinstance(turn, float):
+            if isinstance(turn, _Start):
                 self._num_free -= 1
-                took_s = min(turn, START_SLICE_S)
-                self._agenda.at(self._agenda.now_s + took_s, self._started, turn - took_s)
+                took_s = min(turn.left_s, START_SLICE_S)
+                turn.left_s -= took_s
+                self._agenda.at(self._agenda.now_s + took_s, self._started, turn)
             elif self._waiting.get(turn.index) and turn.index not in self._running:
                 self._num_free -= 1
                 self._begin(turn)
 
     def _begin(self, worker: Worker) -> None:
         waiting = _valid(self._waiting.pop(worker.index))
-        batch, num_rows = [], 0
+        batch: list[tuple[Pass, int]] = []
+        num_rows = 0
         for number, (item, ticket) in enumerate(waiting):
             if batch and num_rows + item.num_rows > self._max_rows:
                 self._waiting[worker.index] = waiting[number:]
@@ -106,9 +116,11 @@ class Turns:
             if item.ticket == ticket:
                 self.computed(item, worker.group, self._agenda.now_s)
 
-    def _started(self, left_s: float, _: int) -> None:
-        if left_s > 0.0:
-            self._for_core.append(left_s)
+    def _started(self, start: _Start, _: int) -> None:
+        if start.left_s > 0.0:
+            self._for_core.append(start)
+        else:
+            start.is_up()
         self._release()
 
     def _release(self) -> None:

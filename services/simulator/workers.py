@@ -91,7 +91,8 @@ class Worker:
     @property
     def turn_us(self) -> int:
         """What a turn of one row takes, as presence tells it."""
-        return max(1, round((self.clock[3] + self.clock[4]) * 1e6))
+        turn_s: float = self.clock[3] + self.clock[4]
+        return max(1, round(turn_s * 1e6))
 
     @property
     def free_s(self) -> float:
