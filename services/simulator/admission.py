@@ -42,7 +42,7 @@ class Admission:
     @property
     def is_over(self) -> bool:
         """Whether all requests have come, and none of them waits."""
-        return self._next >= len(self._load.asked) and not self._waiting
+        return self._figures.num_arrived >= len(self._load.asked) and not self._waiting
 
     def open(self) -> None:
         """Let the first requests come."""
@@ -68,6 +68,8 @@ class Admission:
             self._plan_next()
         if len(self._waiting) >= self._max_queued:
             self._figures.num_refused += 1
+            if self._load.concurrency is not None:
+                self._plan_next()
             return
         now_s = self._agenda.now_s
         self._waiting.append(Request(number, now_s, asked.num_prompt, asked.num_tokens))
