@@ -29,7 +29,6 @@ from services.simulator.world import (
     check_world,
 )
 from shared.errors import ConfigError
-from shared.liveness import least_covered
 from shared.policy import RedriveLimits
 from shared.router import choose_worker
 
@@ -249,12 +248,6 @@ def test_a_short_list_gives_the_worker_that_the_policy_chooses_of_all(seed: int)
     expected = choose_worker(0, usual.worker_id if usual else "", peers)
     assert chosen is not None
     assert chosen.worker_id == expected
-
-
-def test_newcomers_take_the_least_covered_group_that_they_have_room_for() -> None:
-    assert least_covered([2, 1, 1]) == 1
-    assert least_covered([2, 1, 1], [True, False, True]) == 2
-    assert least_covered([0], [False]) is None
 
 
 def test_the_articles_world_loses_what_fails_four_times_and_cellpipe_loses_nothing() -> None:
