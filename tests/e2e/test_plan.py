@@ -64,3 +64,25 @@ def test_a_file_may_hold_pool_and_model(tmp_path: Path, elsewhere: dict[str, str
     pool = json.loads(result.stdout)["pool"]
     assert pool == {"name": "attic", "nodes": {"rpi5": 4}, "network": "wifi",
                     "servers": "measured"}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_a_calibrated_machine_can_be_planned_for(tmp_path: Path) -> None:
+    file = tmp_path / "this.toml"
+    found = cellpipe("calibrate", "-o", str(file), "--rounds", "1", "--tokens", "8", "--json",
+                     timeout_s=400)  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert len(json.loads(found.stdout)["measured"]["points"]) == 4
+
+    result = cellpipe("plan", "-m", "smollm2-135m", "-p", "this:6", "--specs", str(file), "--json")
+
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["pool"]["servers"] == "this"
+
+
+def test_a_table_without_a_comparison_is_refused(elsewhere: dict[str, str]) -> None:
+    result = cellpipe("calibrate", "--table", "docs/planning.md", settings=elsewhere)
+
+    assert result.returncode == 2
+    assert "--table goes with --compare" in result.stderr
