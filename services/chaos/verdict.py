@@ -91,6 +91,7 @@ class Verdict:
     refused: int = 0
     num_tokens: int = 0
     load_s: float = 0.0  # from the first request to the last end
+    start_cpu_s: float | None = None  # of a core, until a worker serves
     recovery: dict[str, Recovery] = field(default_factory=dict)
     slowest: list[Wait] = field(default_factory=list)
     queues: dict[str, int] = field(default_factory=dict)

@@ -1,16 +1,13 @@
 """Lets the simulator predict a run of `cellpipe chaos`, from one without faults. Only wires.
 
-The run without faults says one number: how long a turn takes here, such that the simulated cluster
-answers the same questions at the same rate. Everything else is given: cores, groups, workers, when
-which fault comes, how long a process needs to start, and the policy.
+The run without faults says two numbers: how long a turn takes here, such that the simulated cluster
+answers the same questions at the same rate, and what a worker takes of a core until it serves.
+Everything else is given: cores, groups, workers, when which fault comes, and the policy.
 """
 
 from __future__ import annotations
 
 import os
-import resource
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +16,7 @@ from services.simulator.load import Asked, Load
 from services.simulator.simulation import Simulation
 from services.simulator.world import Failures, Group, Host, Kill, WorkerSet, World
 from shared.errors import ConfigError
-from shared.local_cluster.processes import RESPAWN_S, ROOT
+from shared.local_cluster.processes import RESPAWN_S
 
 if TYPE_CHECKING:
     from services.chaos.run import ChaosOptions
@@ -31,7 +28,6 @@ MAX_KILLS_S = 3600.0
 FIT_STEPS = 14
 VARIATION = 0.3
 CLOSE = 0.2
-STARTED = "services.cli.entry, services.worker.service, shared.kernel.native"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +63,15 @@ def check_predictable(options: ChaosOptions) -> None:
         raise ConfigError("--predict needs --requests: both runs are to answer the same questions")
 
 
-def start_cpu_s() -> float:
-    """Seconds of a core that a worker's process takes until it has loaded what it runs."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(
-        [sys.executable, "-c", f"import {STARTED}"],
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 def predict(options: ChaosOptions, calm: Verdict, run: Verdict) -> Prediction:
     """What the simulator says of the run with faults, given the one without."""
     load = Load(
         tuple(Asked(0.0, prompt, answer) for prompt, answer in calm.sizes),
         concurrency=options.concurrency,
     )
-    world = _world(options, start_cpu_s())
+    if calm.start_cpu_s is None:
+        raise ConfigError("--predict needs /proc: it asks what a process takes of a core to start")
+    world = _world(options, calm.start_cpu_s)
     quiet = replace(world, failures=replace(world.failures, kills=()))
     turn_s = _fitted_turn_s(quiet, load, calm.tokens_per_s)
     simulated, num_kills = _rate(_with_turn(world, turn_s), load)
