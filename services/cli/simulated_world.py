@@ -69,7 +69,9 @@ def world_of(plan: Plan, pool: Pool, *, failures_per_hour: float | None = None) 
 
     `failures_per_hour` of a node replaces what its specs say.
     """
-    around = Surroundings(plan.pool.network, plan.pool.servers, plan.question.wire)
+    # Packets are lost one by one there: their expected wait is not to be in each hop as well.
+    network = replace(plan.pool.network, loss=0.0)
+    around = Surroundings(network, plan.pool.servers, plan.question.wire)
     groups = tuple(_group(plan, around, index) for index in range(len(plan.placement.stages)))
     serving = sum(group.num_nodes for group in groups)
     return World(

@@ -85,6 +85,7 @@ class Passage:
             self._boxes = [[] for _ in range(self._num_groups + 1)]
         self._number = 0
         self._wait_s = self._charged_s = 0.0
+        self._packets_left = self._until_lost()
         self._hops = [self._hop_s(group, 1) for group in range(self._num_groups)]
         self._messages = sum(group.messages for group in world.groups) / self._num_groups
         self._row_bytes = sum(group.moved_bytes for group in world.groups) / self._num_groups
@@ -110,7 +111,7 @@ class Passage:
 
     def send(self, item: Pass, t: float) -> None:
         """A pass leaves for its next group at `t`."""
-        t += self._hop_s(item.group, item.num_rows) + self._lost_s(1, item.num_rows)
+        t += self._hop_s(item.group, item.num_rows) + self._lost_s(item.num_rows)
         if self._boxes:
             self._number += 1
             self._boxes[item.group].append((t, self._number, item, item.ticket))
@@ -143,6 +144,7 @@ class Passage:
     def _take(self, group: int, arrived: list[tuple[float, int, Pass, int]], end_s: float) -> None:
         """Compute the steps that arrived at one group, in this order."""
         loss_s, stall_s = self._lost_s, self.stall_s
+        row_packets = self._row_bytes // PACKET_BYTES + 1
         factors = self._factors.run(len(arrived))
         is_last, is_lossy = group + 1 == self._num_groups, self._world.network.loss > 0.0
         append = self._boxes[group + 1].append
@@ -191,7 +193,10 @@ class Passage:
             if rows > 1:
                 hop_s = self._hop_s(group + 1, rows) + wait_s
             if is_lossy:
-                hop_s += loss_s(1, rows)
+                if rows > 1 or self._packets_left < row_packets:
+                    hop_s += loss_s(rows)
+                else:
+                    self._packets_left -= row_packets
             append((done_s + hop_s, number, item, ticket))
             if group == 0 and item.end <= item.request.committed_position:
                 self._agenda.now_s, self._number = done_s, number
@@ -227,7 +232,10 @@ class Passage:
         if not num_bytes:
             return 0.0
         network = self._world.network
-        wait_s = self.tiers.delay(self._agenda.now_s, 1, num_bytes)
+        # A window has its waits already, and what it reads is little beside all its steps.
+        wait_s = self._wait_s
+        if not self._boxes:
+            wait_s = self.tiers.delay(self._agenda.now_s, 1, num_bytes)
         return wait_s + network.hop_s + num_bytes / worker.num_nodes / network.node_bytes_per_s
 
     def leave(self, request: Request) -> None:
@@ -292,14 +300,24 @@ class Passage:
             )
         return self._wait_s
 
-    def _lost_s(self, num_hops: int, rows: int) -> float:
-        """What lost packets of some hops cost: their sender waits, and sends them again."""
+    def _lost_s(self, rows: int) -> float:
+        """What lost packets of a hop cost: their sender waits, and sends them again.
+
+        How many packets come through before the next is lost is drawn once for all of them.
+        """
         network = self._world.network
         if not network.loss:
             return 0.0
-        packets = num_hops * (rows * self._row_bytes // PACKET_BYTES + 1)
-        is_lost = self._losses.one() < -math.expm1(packets * math.log1p(-network.loss))
-        return network.retransmit_s if is_lost else 0.0
+        self._packets_left -= rows * self._row_bytes // PACKET_BYTES + 1
+        if self._packets_left >= 0:
+            return 0.0
+        self._packets_left = self._until_lost()
+        return network.retransmit_s
+
+    def _until_lost(self) -> float:
+        """Packets that come through before one does not: geometric."""
+        loss = self._world.network.loss
+        return math.log1p(-self._losses.one()) / math.log1p(-loss) if loss else INF
 
     def _arrives(self, item: Pass, ticket: int) -> None:
         """A pass arrives at its next group, as an event."""

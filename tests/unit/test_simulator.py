@@ -22,6 +22,7 @@ from services.simulator.world import (
     Group,
     Host,
     Kill,
+    Network,
     Resize,
     Rules,
     WorkerSet,
@@ -339,3 +340,16 @@ def test_the_report_tells_all_requests_apart() -> None:
     assert len(seen["over_time"]) == 60
     assert seen["tokens"] == outcome.figures.num_tokens
     assert lines[-1] == "nothing lost"
+
+
+def test_lost_packets_are_as_many_as_their_share_says() -> None:
+    group = replace(GROUP, moved_bytes=1000.0)
+    network = Network(loss=0.02, retransmit_s=10.0)
+    world = World(groups=(group,) * 3, network=network, variation=0.0)
+    load = Load((Asked(0.0, 1, 4_000),))
+
+    outcome = Simulation(world, load, horizon_s=60.0).run()
+
+    num_hops = 3 * 4_000
+    waited_s = outcome.figures.whole_s[0] - num_hops * 0.021
+    assert waited_s / 10.0 == pytest.approx(num_hops * 0.02, rel=0.2)
