@@ -140,6 +140,7 @@ def simulate(
     world = _world(
         plan,
         whole_pool,
+        position=min(context, prompt + answer // 2),
         failures=failures,
         has_outages=outages,
         flaky=flaky,
@@ -266,6 +267,7 @@ def _world(
     plan: Plan,
     pool: Pool,
     *,
+    position: int,
     failures: float | None,
     has_outages: bool,
     flaky: float,
@@ -276,7 +278,7 @@ def _world(
 
     from services.cli.simulated_world import world_of
 
-    world = world_of(plan, pool, failures_per_hour=failures)
+    world = world_of(plan, pool, position=position, failures_per_hour=failures)
     broken = replace(world.failures, flaky_per_node_hour=flaky)
     if not has_outages:
         broken = replace(broken, domains=())

@@ -64,15 +64,20 @@ def without_spares(pool: Pool, num_spares: int) -> Pool:
     return replace(pool, nodes=tuple(nodes))
 
 
-def world_of(plan: Plan, pool: Pool, *, failures_per_hour: float | None = None) -> World:
+def world_of(
+    plan: Plan, pool: Pool, *, position: int, failures_per_hour: float | None = None
+) -> World:
     """The plan's cluster, with what the pool has beyond it as spares, and its usual failures.
 
-    `failures_per_hour` of a node replaces what its specs say.
+    Turns are those of tokens at `position`. `failures_per_hour` of a node replaces what its specs
+    say.
     """
     # Packets are lost one by one there: their expected wait is not to be in each hop as well.
     network = replace(plan.pool.network, loss=0.0)
     around = Surroundings(network, plan.pool.servers, plan.question.wire)
-    groups = tuple(_group(plan, around, index) for index in range(len(plan.placement.stages)))
+    groups = tuple(
+        _group(plan, around, index, position) for index in range(len(plan.placement.stages))
+    )
     serving = sum(group.num_nodes for group in groups)
     return World(
         groups=groups,
@@ -85,9 +90,8 @@ def world_of(plan: Plan, pool: Pool, *, failures_per_hour: float | None = None) 
     )
 
 
-def _group(plan: Plan, around: Surroundings, index: int) -> Group:
+def _group(plan: Plan, around: Surroundings, index: int, context: int) -> Group:
     stage = plan.placement.stages[index]
-    context = max(1, plan.question.context // 2)  # the mean of those that grow up to it
     one = stage_step(plan.demand, around, stage, 1, context)
     many = stage_step(plan.demand, around, stage, MANY_ROWS, context)
     busy_s, row_s = _line(one.trunk_busy_s, many.trunk_busy_s)
