@@ -18,11 +18,15 @@ PREFIX = "CELLPIPE_"
 DEFAULT_CACHE_DIR = "~/.cache/cellpipe/models"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("console", "json")
+KEEP_ANSWERS_S = 3_600.0
+MAX_KEPT_S = 30 * 86_400.0
 # Read by the tests, the Makefile and infra/servers, not by the program.
 FOREIGN_KEYS = ("CELLPIPE_ALLOW_INSTALL",)
 FOREIGN_PREFIX = "CELLPIPE_TEST_"
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\Z", re.IGNORECASE)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?\Z")
+_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0, None: 1.0}
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -39,6 +43,7 @@ class Config:
     log_format: str = "console"
     kernel: str = AUTO
     api_keys: str | None = None
+    keep_answers_s: float = KEEP_ANSWERS_S
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
@@ -48,8 +53,8 @@ class Config:
             if not key.startswith(PREFIX) or key in FOREIGN_KEYS or key.startswith(FOREIGN_PREFIX):
                 continue
             name = key.removeprefix(PREFIX).lower()
-            if name not in cls.__slots__:
-                known = ", ".join(PREFIX + n.upper() for n in cls.__slots__)
+            if name not in _SETTINGS:
+                known = ", ".join(PREFIX + n.upper() for n in _SETTINGS)
                 raise ConfigError(f"unknown setting {key}", remedy=f"known settings: {known}")
             if value:
                 values[name] = value
@@ -64,7 +69,26 @@ class Config:
                     f"got {values[name]!r}"
                 )
         cache_dir = Path(values.pop("cache_dir", DEFAULT_CACHE_DIR)).expanduser()
-        return cls(cache_dir=cache_dir, **values)
+        keep = values.pop("keep_answers", "")
+        keep_answers_s = KEEP_ANSWERS_S
+        if keep:
+            keep_answers_s = parse_duration(keep, field=f"{PREFIX}KEEP_ANSWERS", most_s=MAX_KEPT_S)
+        return cls(cache_dir=cache_dir, keep_answers_s=keep_answers_s, **values)
+
+
+# A setting is the field's name without its unit.
+_SETTINGS = tuple(name.removesuffix("_s") for name in Config.__slots__)
+
+
+def parse_duration(text: str, *, field: str, most_s: float = 86_400.0) -> float:
+    """Seconds in "2s", "500ms", "1.5m", "1h" or "3". Raises `ConfigError` naming the field."""
+    match = _DURATION.match(text)
+    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
+    if not 0.0 < seconds <= most_s:
+        raise ConfigError(
+            f"{field} must be a time such as 2s, 500ms or 1m, at most {most_s:g} s; got {text!r}"
+        )
+    return seconds
 
 
 def parse_size(text: str, *, field: str) -> int:

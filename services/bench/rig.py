@@ -171,7 +171,7 @@ class Rig:
                 f"{self.config.max_position_embeddings}"
             )
         self._presence = Presence(stores.meta)
-        self.producer = Producer(broker, Ledger(stores.meta))
+        self.producer = Producer(broker, Ledger.of(stores))
         self.say(
             f"starting a scheduler and {self.num_groups} x {options.workers_per_group} workers"
         )

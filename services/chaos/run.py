@@ -106,10 +106,10 @@ def run_chaos(
         queues = [REQUESTS_QUEUE] + [
             group_queue(layout.model_id, layout.layout_id, g) for g in range(layout.num_groups)
         ]
-        dead_queue = DeadQueue(broker, Ledger(stores.meta))
+        dead_queue = DeadQueue(broker, Ledger.of(stores))
         dead_before = {letter.letter_id for letter in dead_queue.letters()}
         load = Load(
-            Producer(broker, Ledger(stores.meta), patience_s=0.0),  # the load tries again itself
+            Producer(broker, Ledger.of(stores), patience_s=0.0),  # the load tries again itself
             questions,
             num_requests=options.num_requests,
             duration_s=options.duration_s,
@@ -130,7 +130,7 @@ def run_chaos(
         samples = _disturb(options, crew, servers, faults, load, show)
         say("the load is over; looking at what is left")
         leaked = wait_until_settled(broker, stores, queues, load.sightings, tend=crew.tend)
-        observations = observe(load.sightings, questions, expected, Ledger(stores.meta))
+        observations = observe(load.sightings, questions, expected, Ledger.of(stores))
         verdict = judge_requests(observations)
         verdict.start_cpu_s = start_cpu_s
         verdict.sizes = [(seen.num_prompt, len(seen.expected)) for seen in observations]

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 
+from shared.config import parse_duration
 from shared.errors import ConfigError
 from shared.local_cluster.servers import EVERYTHING
 
 JITTER = 0.25  # of a period
-MAX_PERIOD_S = 86_400.0
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m)?\Z")
-_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, None: 1.0}
 
 
 class FaultKind(StrEnum):
@@ -93,15 +91,6 @@ def parse_fault(kind: FaultKind, text: str) -> FaultPlan:
             raise ConfigError(f"--{kind} {text!r}: times must be a positive number")
         max_times = int(parts[2])
     return FaultPlan(kind, target, parse_duration(parts[1], field=f"--{kind}"), max_times)
-
-
-def parse_duration(text: str, *, field: str) -> float:
-    """Seconds in "2s", "500ms", "1.5m" or "3". Raises `ConfigError` naming the field."""
-    match = _DURATION.match(text)
-    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
-    if not 0.0 < seconds <= MAX_PERIOD_S:
-        raise ConfigError(f"{field} must hold a time such as 2s, 500ms or 1m, got {text!r}")
-    return seconds
 
 
 def faults_of(plans: Sequence[FaultPlan], seed: int) -> Iterator[Fault]:

@@ -118,7 +118,7 @@ def chaos(
     """
     from services.chaos.report import to_dict, to_lines
     from services.chaos.run import ChaosOptions, run_chaos
-    from services.chaos.schedule import parse_duration
+    from shared.config import parse_duration
 
     end_clean_at_sigterm()
     config = load_config(quiet=True)
@@ -184,7 +184,7 @@ def _run_calm(options: ChaosOptions, teller: Teller) -> Verdict:
 
 
 def _duration(text: str | None, requests: int | None) -> float | None:
-    from services.chaos.schedule import parse_duration
+    from shared.config import parse_duration
     from shared.local_cluster.load import MAX_DURATION_S
 
     if text is None:

@@ -104,7 +104,7 @@ def _cluster_backend(broker: Broker, stores: Stores, model: str) -> Backend:
 
     served = read_served_model(ShardStore(stores.weights), model)
     broker.declare(control_queues())
-    ledger, presence = Ledger(stores.meta), Presence(stores.meta)
+    ledger, presence = Ledger.of(stores), Presence(stores.meta)
 
     def problem() -> str:
         if not presence.schedulers():
@@ -123,6 +123,7 @@ def _cluster_backend(broker: Broker, stores: Stores, model: str) -> Backend:
         max_positions=served.config.max_position_embeddings,
         problem=problem,
         gather_s=CLUSTER_GATHER_S,
+        keep_answers_s=stores.keep_answers_s,
     )
 
 

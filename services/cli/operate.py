@@ -119,7 +119,7 @@ def cancel(
     config = load_config(quiet=True)
     check_request_id(request_id)
     with open_stores(config) as stores:
-        ledger = Ledger(stores.meta)
+        ledger = Ledger.of(stores)
         # A scheduler may have admitted it between the two: then it is there for a third.
         if (
             ledger.finish(request_id, FinishReason.ABORT)
@@ -209,7 +209,7 @@ def _dead_letters() -> Iterator[DeadQueue]:
     from shared.store.ledger import Ledger
 
     with open_cluster(load_config(quiet=True)) as (broker, stores):
-        yield DeadQueue(broker, Ledger(stores.meta))
+        yield DeadQueue(broker, Ledger.of(stores))
 
 
 def letter_dict(letter: Letter) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _cluster_session(config: Config, model: str) -> Iterator[Session]:
     with open_cluster(config) as (broker, stores):
         served = read_served_model(ShardStore(stores.weights), model)
         broker.declare(control_queues())
-        producer = Producer(broker, Ledger(stores.meta), tokenizer=served.tokenizer)
+        producer = Producer(broker, Ledger.of(stores), tokenizer=served.tokenizer)
         watch = _SchedulerWatch(Presence(stores.meta))
         model_of_api = ApiModel(
             tokenizer=served.tokenizer,
@@ -208,7 +208,12 @@ def open_stores(config: Config) -> Iterator[Stores]:
     """Connections to Redis alone; closed at the end."""
     config = with_cluster_urls(config)
     assert config.redis_url is not None, "with_cluster_urls fills it in or raises"
-    stores = connect(config.redis_url, config.redis_kv_url, config.redis_weights_url)
+    stores = connect(
+        config.redis_url,
+        config.redis_kv_url,
+        config.redis_weights_url,
+        keep_answers_s=config.keep_answers_s,
+    )
     try:
         stores.ping()
         yield stores

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.api.model import ApiModel
+from shared.config import KEEP_ANSWERS_S
 from shared.producer import Producer
 from shared.store.completions import Completions
 from shared.store.ledger_base import RequestLedger
@@ -15,7 +16,8 @@ from shared.store.ledger_base import RequestLedger
 class Backend(ApiModel):
     """`problem()` says why requests would not be answered now, "" for none; it may block.
 
-    `gather_s`: how long a read of tokens waits for more of them.
+    `gather_s`: how long a read of tokens waits for more of them. `keep_answers_s`: how long the
+    ledger keeps an answer after its end.
     """
 
     producer: Producer
@@ -23,3 +25,4 @@ class Backend(ApiModel):
     completions: Completions
     problem: Callable[[], str]
     gather_s: float
+    keep_answers_s: float = KEEP_ANSWERS_S

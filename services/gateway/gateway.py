@@ -32,7 +32,6 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 CANCEL_PATIENCE_S = 60.0
-ANSWER_MEMORY_S = 3600.0  # after its end, as long as the ledger keeps its tokens
 PROBLEM_FRESH_S = 1.0
 PROBLEM_PATIENCE_S = 60.0
 PROBLEM_GRACE_S = 8.0  # a scheduler that restarts finds what was asked meanwhile in its queue
@@ -61,7 +60,7 @@ class Gateway:
         self.backend = backend
         self._clock = clock
         self._timing = limits
-        self._memory_s = limits.request_timeout_s + ANSWER_MEMORY_S
+        self._memory_s = limits.request_timeout_s + backend.keep_answers_s
         self._limits = Limits(max_running=limits.max_running, max_per_minute=limits.max_per_minute)
         self._reader = EventReader(backend.ledger, gather_s=backend.gather_s)
         # Tokenising a long prompt must not keep others from being submitted.

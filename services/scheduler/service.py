@@ -79,7 +79,7 @@ class SchedulerService:
         scheduler = Scheduler(
             model=self._served,
             broker=self._broker,
-            ledger=Ledger(self._stores.meta),
+            ledger=Ledger.of(self._stores),
             kv_pages=KvPages.of_layout(
                 self._stores.kv, layout, self._served.config.kv_row_bytes_per_layer
             ),

@@ -116,7 +116,7 @@ class WorkerService:
             for group in range(self._layout.num_groups)
         ]
         check_memory(options.memory_bytes, self._layout, self._group_bytes, options.groups)
-        self._ledger = Ledger(stores.meta)
+        self._ledger = Ledger.of(stores)
         self._attempts = Attempts(stores.meta)
         self._kv_pages = KvPages.of_layout(
             stores.kv, self._layout, self._config.kv_row_bytes_per_layer

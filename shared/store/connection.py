@@ -203,11 +203,15 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The three roles; two may be the same connection."""
+    """The three roles; two may be the same connection.
+
+    `keep_answers_s` is how long the records of requests are kept after their end.
+    """
 
     meta: Connection
     kv: Connection
     weights: Connection
+    keep_answers_s: float = 3_600.0
 
     def ping(self) -> None:
         """Raise `StoreUnavailable` unless every server answers."""
@@ -226,6 +230,7 @@ def connect(
     *,
     timeout_s: float = 5.0,
     max_retries: int = 3,
+    keep_answers_s: float = 3_600.0,
 ) -> Stores:
     """Connections to the given URLs; equal URLs share one. Nothing is sent yet: see `Stores.ping`.
 
@@ -237,7 +242,8 @@ def connect(
     for role, url in roles.items():
         if url not in connections:
             connections[url] = _connect_one(role, url, timeout_s, max_retries)
-    return Stores(**{role: connections[url] for role, url in roles.items()})
+    connected = {role: connections[url] for role, url in roles.items()}
+    return Stores(**connected, keep_answers_s=keep_answers_s)
 
 
 def _connect_one(role: str, url: str, timeout_s: float, max_retries: int) -> Connection:

@@ -16,7 +16,7 @@ from shared.errors import DecodeError, ErrorCode, StoreDamaged
 from shared.logprobs import TokenLogprobs
 from shared.messages import FinishReason
 from shared.store import keys
-from shared.store.connection import Call, Connection
+from shared.store.connection import Call, Connection, Stores
 from shared.store.ledger_base import MAX_ERROR_CHARS, START, read_event_id
 from shared.store.ledger_fields import (
     flat_fields,
@@ -59,6 +59,11 @@ class Ledger:
         self._meta = meta
         self._running_ttl_ms = round(running_ttl_s * 1000)
         self._finished_ttl_ms = round(finished_ttl_s * 1000)
+
+    @classmethod
+    def of(cls, stores: Stores) -> Ledger:
+        """The ledger of a cluster."""
+        return cls(stores.meta, finished_ttl_s=stores.keep_answers_s)
 
     def admit(self, record: LedgerRecord) -> bool:
         """Write a new record. False when the request has one, which is then to be adopted.

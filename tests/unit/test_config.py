@@ -76,3 +76,17 @@ def test_backoff_grows_to_its_bound_and_resets() -> None:
     assert all(4.0 <= wait <= 8.0 for wait in waits[4:])
     backoff.reset()
     assert backoff.next_s() <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90.0), ("30m", 1_800.0), ("2d", 172_800.0), ("", 3_600.0)]
+)
+def test_how_long_answers_are_kept_is_a_setting(text: str, seconds: float) -> None:
+    assert Config.from_environ({"CELLPIPE_KEEP_ANSWERS": text}).keep_answers_s == seconds
+
+
+@pytest.mark.parametrize("text", ["0s", "31d", "an hour", "-1h", "1e3s"])
+def test_a_time_to_keep_answers_that_cannot_be_read_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="CELLPIPE_KEEP_ANSWERS") as refused:
+        Config.from_environ({"CELLPIPE_KEEP_ANSWERS": text})
+    assert text in str(refused.value)
