@@ -176,7 +176,7 @@ def _slots(demand: Demand, stages: Sequence[Stage], steps: Sequence[StageStep]) 
     """The slots of all stages, alike ones together."""
     counted: Counter[Slot] = Counter()
     for stage, step in zip(stages, steps, strict=True):
-        trunk, experts = _stage_slots(demand, stage, step)
+        trunk, experts = stage_slots(demand, stage, step)
         counted[trunk] += stage.width
         if experts is not None:
             counted[experts] += stage.expert_slots
@@ -184,7 +184,8 @@ def _slots(demand: Demand, stages: Sequence[Stage], steps: Sequence[StageStep]) 
 
 
 @lru_cache(maxsize=1 << 16)
-def _stage_slots(demand: Demand, stage: Stage, step: StageStep) -> tuple[Slot, Slot | None]:
+def stage_slots(demand: Demand, stage: Stage, step: StageStep) -> tuple[Slot, Slot | None]:
+    """A stage's trunk slot and its expert slot, each with the number 1."""
     trunk = Slot(
         _name(stage), stage.node, 1, stage.weight_bytes, stage.sequence_bytes,
         sequences_in(demand, stage), step.trunk_busy_s / step.batch,

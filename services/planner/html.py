@@ -125,7 +125,7 @@ def _draw_rates(plan: Plan, axes: Axes) -> None:
     axes.set_xlabel("nodes")
     axes.set_ylabel("tokens/s at most")
     axes.set_ylim(bottom=0)
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _draw_times(plan: Plan, axes: Axes) -> None:
@@ -140,7 +140,7 @@ def _draw_times(plan: Plan, axes: Axes) -> None:
         axes.barh([name for name, _ in rows], values, left=left, label=part)
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.set_xlabel("seconds")
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _draw_memory(plan: Plan, axes: Axes) -> None:
@@ -157,7 +157,7 @@ def _draw_memory(plan: Plan, axes: Axes) -> None:
         axes.barh(names, parts, left=left, label=label)
         left = [a + b for a, b in zip(left, parts, strict=True)]
     axes.set_xlabel("share of the node's memory")
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _draw_limits(plan: Plan, axes: Axes) -> None:
@@ -167,4 +167,4 @@ def _draw_limits(plan: Plan, axes: Axes) -> None:
     axes.set_xscale("log")
     axes.axvline(plan.pool.num_nodes, color="black", linestyle="--", label="this pool")
     axes.set_xlabel("full at the load of so many nodes")
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from services.planner.missing import Impossible
 from services.planner.placement import Placement
 from services.planner.plan import Plan
+from services.planner.racks import rack_copies, spread_of
 from services.planner.report_running import (
     bill_section,
     failures_section,
@@ -186,9 +187,7 @@ def _against(best: Placement, other: Placement) -> str:
     ours, theirs = best.latency, other.latency
     text = f"{three_digits(best.tokens_per_s / other.tokens_per_s)} times the tokens of "
     text += f"{other.strategy}, "
-    if other.num_slots > 1.5 * best.num_slots:
-        text += f"which takes {other.num_slots:,} nodes for one copy in place of {best.num_slots:,}"
-    elif theirs.network > 1.5 * ours.network:
+    if theirs.network > 1.5 * ours.network:
         text += (
             f"whose messages take {human_seconds(theirs.network)} of a token in place of "
             f"{human_seconds(ours.network)}"
@@ -198,6 +197,8 @@ def _against(best: Placement, other: Placement) -> str:
             f"whose kernels take {human_seconds(theirs.dma + theirs.compute)} of a token in place "
             f"of {human_seconds(ours.dma + ours.compute)}"
         )
+    elif other.num_slots > 1.5 * best.num_slots:
+        text += f"which takes {other.num_slots:,} nodes for one copy in place of {best.num_slots:,}"
     else:
         text += f"which is bound by {other.bound}"
     return text
@@ -224,11 +225,12 @@ def _groups(plan: Plan) -> Section:
         per_kind.append(
             f"{kind.node.name}: {used:,} of {kind.count:,} nodes placed, trunks of {layers} layers"
         )
-    rack = plan.pool.network.rack_size
-    if rack:
+    if plan.pool.network.rack_size:
+        racks = spread_of(rack_copies(plan.demand, placement, plan.pool))
         per_kind.append(
-            f"racks of {rack}: the nodes of a stage stand side by side, and fill a rack before "
-            f"the next is begun"
+            f"racks of {plan.pool.network.rack_size}: copies stand one after the other, "
+            f"{share(racks.together)} of them with all nodes of their stage in one rack; the "
+            f"copies of a slot are in {racks.least_racks} or more racks"
         )
     per_kind.append(
         f"{len(placement.stages)} stages, {three_digits(plan.replicas)} copies of the weights"

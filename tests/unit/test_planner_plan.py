@@ -21,6 +21,7 @@ from services.planner.network import Link, hops_s, mean_latency_s, tier_shares
 from services.planner.placement import Wishes
 from services.planner.plan import Plan, make_plan
 from services.planner.question import Question, demand_of
+from services.planner.racks import rack_copies, spread_of
 from services.planner.report import headline, impossible_lines, sections
 from services.planner.report_dict import impossible_dict, plan_dict
 from services.planner.search import Search, search
@@ -397,3 +398,29 @@ def test_a_library_of_ones_own_leaves_the_bundled_one_alone() -> None:
 
     assert isinstance(mine, Library)
     assert builtin_library().nodes
+
+
+@pytest.mark.parametrize(
+    ("model", "pool"), [("llama-3.3-70b", "ps3:2000"), ("kimi-k2", "ps3:100000")]
+)
+def test_racks_hold_no_more_than_they_have_and_every_copy_once(model: str, pool: str) -> None:
+    found = plan(model, pool)
+    placed = rack_copies(found.demand, found.placement, found.pool)
+
+    full: dict[int, int] = {}
+    for each in placed:
+        for rack in each.racks:
+            full[rack] = full.get(rack, 0) + 1
+    assert max(full.values()) <= found.pool.network.rack_size
+    assert max(full) < math.ceil(found.pool.num_nodes / found.pool.network.rack_size)
+    assert sum(full.values()) == found.placement.num_nodes
+    assert len({(each.stage, each.copy) for each in placed}) == len(placed)
+
+
+def test_a_stage_that_fits_a_rack_is_not_cut_by_its_edge_and_copies_lie_apart() -> None:
+    found = plan("llama-3.3-70b", "ps3:2000")
+
+    spread = spread_of(rack_copies(found.demand, found.placement, found.pool))
+
+    assert spread.together > 0.9
+    assert spread.least_racks >= 2 or min(c.active for c in found.placement.copies) == 1
