@@ -52,7 +52,9 @@ def test_a_request_alone_is_as_fast_as_the_plan_says(model: str, pool: str) -> N
 
     outcome = Simulation(calm, load, horizon_s=60.0).run()
 
-    assert outcome.figures.gaps_s.mean() == pytest.approx(plan.times.alone.total, rel=0.02)
+    # Where packets are lost, the plan's hops have the expected wait for them: up to 3 %.
+    rel = 0.03 if world.network.loss else 1e-6
+    assert outcome.figures.gaps_s.mean() == pytest.approx(plan.times.alone.total, rel=rel)
 
 
 def test_failures_are_those_of_the_specs_unless_they_are_given() -> None:
