@@ -212,9 +212,6 @@ class Recovery:
             return
         now_s, request = self._agenda.now_s, item.request
         crowd = self._crowds[item.group]
-        before = request.route[item.group]
-        if before is not UNKNOWN and before[5].is_dead:
-            before[5].silent_s = min(before[5].silent_s, now_s)  # it left a step lying
         worker = crowd.take(now_s)
         if worker is None:
             self.stranded(item)
