@@ -85,6 +85,7 @@ class Passage:
             self._boxes = [[] for _ in range(self._num_groups + 1)]
         self._number = 0
         self._wait_s = self._charged_s = 0.0
+        self._num_uncharged = 0
         self._packets_left = self._until_lost()
         self._hops = [self._hop_s(group, 1) for group in range(self._num_groups)]
         self._messages = sum(group.messages for group in world.groups) / self._num_groups
@@ -120,7 +121,7 @@ class Passage:
 
     def window(self, end_s: float) -> None:
         """Take everything that arrives before `end_s` as far as it gets until then."""
-        num_visits = 0
+        num_visits, self._num_uncharged = self._num_uncharged, 0
         for group, box in enumerate(self._boxes[:-1]):
             while box:
                 box.sort()
@@ -138,6 +139,8 @@ class Passage:
                 self._charged_s, end_s, num_visits * self._messages, num_visits * self._row_bytes
             )
             self._charged_s = end_s
+        else:
+            self._num_uncharged += num_visits
         self._end_passes(end_s)
         self._agenda.now_s = end_s
 
@@ -213,7 +216,7 @@ class Passage:
         if item.group == self._num_groups:
             self.done(item, item.ticket)
         else:
-            self.send(item, t + self._charge(1, t))
+            self.send(item, t + self._charge(t))
 
     def reroute(self, request: Request, group: int, worker: Worker) -> None:
         """Put a worker on the route of a request."""
@@ -292,12 +295,13 @@ class Passage:
         out_s = before.out_s + rows * before.out_row_s
         return out_s + network.hop_s + 2 * num_bytes / network.node_bytes_per_s
 
-    def _charge(self, num_hops: int, now_s: float) -> float:
-        """Account for hops on what all share; what one of them waits there, for those that come."""
-        if num_hops and self.tiers.names:
-            self._wait_s = self.tiers.delay(
-                now_s, num_hops * self._messages, num_hops * self._row_bytes
-            )
+    def _charge(self, now_s: float) -> float:
+        """Account for a hop on what all share; returns what it waits there. Of windows it is
+        charged with the next one, and waits as the steps of the last one."""
+        if self._boxes:
+            self._num_uncharged += 1
+        elif self.tiers.names:
+            self._wait_s = self.tiers.delay(now_s, self._messages, self._row_bytes)
         return self._wait_s
 
     def _lost_s(self, rows: int) -> float:
