@@ -19,7 +19,7 @@ from services.worker.batch import Slice
 from services.worker.compute import CacheOf
 from services.worker.endings import Endings
 from services.worker.faults import Faults, Point, reached
-from services.worker.remember import write_rows
+from services.worker.remember import fills_page, write_rows
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
 from services.worker.shaping import MakeProcessors, Shaping
@@ -86,11 +86,19 @@ class Output:
         ends = list(accumulate(piece.num_rows for piece in slices))
         confirm: Confirm | None
         if group == self._layout.last_group:
-            self._write_rows(slices)
-            following = self._commit_tokens(slices, hidden, ends)
+            # Whoever shares a request's full pages at its end is to find them. All other rows can
+            # wait until the token is on its way.
+            filling = [piece for piece in slices if fills_page(piece)]
+            if filling:
+                self._write_rows(filling)
+                self._stages.lap(REDIS)
+            following, over = self._commit_tokens(slices, hidden, ends)
             reached(self._faults, Point.COMMIT, slices)
             confirm = self._sender.publish(following)
             reached(self._faults, Point.PUBLISH, slices)
+            late = [p for p in slices if p.request_id not in over and not fills_page(p)]
+            if late:
+                self._write_rows(late)
         else:
             encoded = encode_hidden(hidden, self._layout.wire).items()  # (R, ...) each
             confirm = self._sender.publish(
@@ -107,6 +115,7 @@ class Output:
             reached(self._faults, Point.PUBLISH, slices)
             self._stages.lap(CONFIRM)
             self._write_rows(slices)  # beside the publish: both end before the ack
+            self._stages.lap(REDIS)
         self._wait(slices, confirm)
         self._stages.lap(CONFIRM)
         reached(self._faults, Point.CONFIRM, slices)
@@ -132,13 +141,13 @@ class Output:
     def _write_rows(self, slices: Sequence[Slice]) -> None:
         if self._kv_pages is not None:
             write_rows(slices, self._cache_of, self._kv_pages, self._ledger)
-            self._stages.lap(REDIS)
         reached(self._faults, Point.WRITE, slices)
 
     def _commit_tokens(
         self, slices: Sequence[Slice], hidden: FloatRows, ends: Sequence[int]
-    ) -> list[Step]:
-        """Commit the tokens of every slice that ends its step; returns the decode steps to send.
+    ) -> tuple[list[Step], set[str]]:
+        """Commit the tokens of every slice that ends its step; returns the decode steps to send,
+        and the requests that nothing follows for.
 
         `hidden` (R, D) are the slices' rows, which end before `ends` (B,).
         """
@@ -156,7 +165,8 @@ class Output:
             self._shaping,
             self._stages,
         )
-        following = []
+        following: list[Step] = []
+        over: set[str] = set()
         for piece, outcome in zip(pieces, outcomes, strict=True):
             item = piece.pending
             match outcome:
@@ -164,12 +174,14 @@ class Output:
                     step = self._speculative(step, num_sequences=len(slices))
                     following.append(self._routed(piece, step))
                 case Ended():
+                    over.add(piece.request_id)
                     self._pool.drop(item.step.request_id, self._layer_groups)
                 case OutOfOrder(reason=reason, code=code):
+                    over.add(piece.request_id)
                     self._endings.fail(item, reason, code=code)
                 case _:
                     assert_never(outcome)
-        return following
+        return following, over
 
     def _speculative(self, step: Step, *, num_sequences: int) -> Step:
         """The decode step with a draft, if its rows will be found where they were computed."""

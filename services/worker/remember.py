@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from services.worker.batch import Slice
 from services.worker.compute import CacheOf
-from shared.store.kv_pages import KvPages, KvRows
+from shared.store.kv_pages import PAGE_ROWS, KvPages, KvRows
 from shared.store.ledger_base import RequestLedger
 
 
@@ -40,8 +40,19 @@ def write_rows(
             raise problem
 
 
+def fills_page(piece: Slice) -> bool:
+    """Whether the rows that `write_rows` stores of a slice reach the end of a page."""
+    start = piece.position - len(piece.accepted)
+    return start // PAGE_ROWS != _known_end(piece) // PAGE_ROWS
+
+
+def _known_end(piece: Slice) -> int:
+    """The position after the slice's last known token."""
+    return piece.position + piece.num_rows - len(piece.draft)
+
+
 def _rows(piece: Slice, cache_of: CacheOf, start: int) -> KvRows:
     """Rows from position `start` to the slice's last known token, as the store takes them."""
-    end = piece.position + piece.num_rows - len(piece.draft)
+    end = _known_end(piece)
     rows = cache_of(piece).export_rows(start, end)
     return KvRows(piece.request_id, piece.group, start, rows)

@@ -10,6 +10,7 @@ import pytest
 from services.worker.limits import WorkerLimits
 from shared.errors import StoreUnavailable
 from shared.messages import SamplingParams
+from shared.store.kv_pages import PAGE_ROWS
 from tests.faults import LosableBroker, Tripwire
 from tests.rig import Rig, assert_answers
 from tests.rig_model import GREEDY, SAMPLED, expected_tokens, prompt_of
@@ -150,8 +151,22 @@ def test_all_rows_are_in_the_store_when_a_step_is_settled() -> None:
     rig.run_until_done("r")
     rig.run_until_quiet()
 
-    # The last token is drawn and never fed back.
-    assert rig.num_kv_rows("r") == [20 + GREEDY.max_tokens - 1] * 2
+    # The last token is drawn and never fed back; nothing needs the row it was drawn from.
+    num_rows = 20 + GREEDY.max_tokens - 1
+    assert num_rows % PAGE_ROWS, "else that row fills a page, and whoever begins alike needs it"
+    assert rig.num_kv_rows("r") == [num_rows, num_rows - 1]
+
+
+def test_a_page_that_the_last_step_fills_is_in_the_store() -> None:
+    rig = Rig(2)
+    rig.add_workers()
+    num_prompt = 4 * PAGE_ROWS + 1 - GREEDY.max_tokens
+
+    rig.start("r", prompt_of(num_prompt))
+    rig.run_until_done("r")
+    rig.run_until_quiet()
+
+    assert rig.num_kv_rows("r") == [4 * PAGE_ROWS] * 2
 
 
 def test_a_cache_that_was_evicted_is_read_from_the_store() -> None:

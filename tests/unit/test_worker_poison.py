@@ -208,7 +208,8 @@ def test_rows_that_the_store_lost_are_written_again_by_a_worker_that_has_them() 
     rig.run_until_quiet()
 
     assert_answers(rig, [("r", prompt_of(40), GREEDY)])
-    assert rig.num_kv_rows("r") == [40 + GREEDY.max_tokens - 1] * 2
+    num_rows = 40 + GREEDY.max_tokens - 1
+    assert rig.num_kv_rows("r") == [num_rows, num_rows - 1]
 
 
 @pytest.mark.parametrize("known", [True, False])
