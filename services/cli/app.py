@@ -24,7 +24,8 @@ import services.cli.bench_cluster  # isort: skip
 import services.cli.operate  # isort: skip
 import services.cli.chaos  # isort: skip
 import services.cli.plan  # isort: skip
-import services.cli.calibrate  # noqa: F401  # isort: skip
+import services.cli.calibrate  # isort: skip
+import services.cli.simulate  # noqa: F401  # isort: skip
 from services.cli.tree import EXIT_FAILED, EXIT_INTERRUPTED, app, exit_code_of
 from shared.errors import CellpipeError
 from shared.logs import redact
@@ -35,7 +36,7 @@ PANELS = {  # of `cellpipe --help`
     "Models": ("models", "pull", "inspect", "load", "quantize", "evaluate"),
     "Cluster": ("worker", "scheduler", "status", "workers", "drain", "dead"),
     "Measure and break": ("bench", "chaos"),
-    "Plan": ("plan", "calibrate"),
+    "Plan": ("plan", "simulate", "calibrate"),
 }
 
 
