@@ -88,6 +88,20 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Repacking:
+    """How far tensors of one name moved when their file's type became one of the kernel's.
+
+    `relative_rms` is the root of the mean square of the change over that of the values, on a
+    sample of the rows. Tensors that were kept as they were have none.
+    """
+
+    tensor: str
+    source_type: str
+    kind: TensorKind
+    relative_rms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """A packed model: its config (Hugging Face names), its shards, and where it came from.
 
@@ -100,6 +114,7 @@ class Manifest:
     shards: tuple[ShardEntry, ...]
     source: str = ""
     source_sha256: str = ""
+    repacked: tuple[Repacking, ...] = ()
 
     def shard(self, name: str) -> ShardEntry:
         """The shard of that name; raises `ModelError` if there is none."""
@@ -135,7 +150,11 @@ class Manifest:
             config = raw.pop("config")
             if not isinstance(config, dict):
                 raise ModelError(f"the manifest's config is a {type(config).__name__}, not a map")
-            return cls(shards=shards, config=config, **raw)
+            repacked = tuple(
+                Repacking(**{**line, "kind": TensorKind(line["kind"])})
+                for line in raw.pop("repacked", ())
+            )
+            return cls(shards=shards, config=config, repacked=repacked, **raw)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(f"the manifest cannot be read: {error}") from error
 

@@ -111,14 +111,21 @@ class TinyModel:
 def write_gguf(path: Path, model: TinyModel | None = None) -> Path:
     """Write a tiny model and return its path. Replaced tensors are (array, type name)."""
     model = model or TinyModel()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(str(path), model.architecture)
-    for key, value in _metadata(model).items():
-        _add(writer, key, value)
     tensors: dict[str, Any] = {
         name: (values, model.type_of(name)) for name, values in model.weights().items()
     }
-    for name, tensor in (tensors | dict(model.tensors)).items():
+    return write_items(path, model.architecture, _metadata(model), tensors | dict(model.tensors))
+
+
+def write_items(
+    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> Path:
+    """Write a file of just these metadata and tensors, (array, type name) each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for key, value in metadata.items():
+        _add(writer, key, value)
+    for name, tensor in tensors.items():
         if tensor is not _REMOVED:
             _add_tensor(writer, name, *tensor)
     writer.write_header_to_file()
@@ -180,3 +187,22 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, type_nam
         writer.add_tensor(name, np.float16(values))
     else:
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
+# Where the fp16 scales and minima of a block lie; all else may be any bytes.
+_HALVES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+BLOCK_TYPES = tuple(_HALVES)
+
+
+def random_blocks(type_name: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
+    """Blocks of any type with finite numbers, uint8 (rows, bytes of a row)."""
+    block_values, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (rows, cols // block_values, block_bytes), np.uint8)
+    for at in _HALVES[type_name]:
+        halves = np.float16(rng.uniform(0.001, 0.02, blocks.shape[:2]))
+        blocks[:, :, at : at + 2] = halves[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)

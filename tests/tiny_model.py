@@ -24,7 +24,8 @@ from shared.manifest import (
     manifest_digest,
 )
 from shared.model.config import ModelConfig
-from shared.quant.pack import pack_int4, pack_int8, quantize_int4, quantize_int8
+from shared.quant.nearest import quantize_int4_symmetric, quantize_int8
+from shared.quant.pack import pack_blocks
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -93,22 +94,21 @@ def tiny_model(
         layer.matrix("gate_proj", rng, (inner, d), layer_kind)
         layer.matrix("up_proj", rng, (inner, d), layer_kind)
         layer.matrix("down_proj", rng, (d, inner), layer_kind)
+        if config.qkv_bias:
+            for name, size in (("q", config.q_dim), ("k", config.kv_dim), ("v", config.kv_dim)):
+                layer.floats(f"{name}_bias", rng.draw((1, size)))
+        for name in ("q_norm", "k_norm") if config.qk_norm else ():
+            layer.norm(name, rng, config.head_dim)
+        for name in ("attention_out_norm", "mlp_out_norm") if config.post_norms else ():
+            layer.norm(name, rng, d)
     head = shards["head"] = _Shard(ShardKind.HEAD, local_store_bytes)
     head.norm("norm", rng, d)
     if not config.tie_word_embeddings:
         head.matrix("lm_head", rng, vocab, layer_kind)
     rope = shards["rope"] = _Shard(ShardKind.ROPE, local_store_bytes)
-    for name, table in zip(("cos", "sin"), rope_tables(config), strict=True):
+    for name, table in config.rope_tables().items():
         rope.floats(name, table)
     return _finish(config, shards)
-
-
-def rope_tables(config: ModelConfig) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin, float32 (positions, head_dim/2), of position * theta^(-2i/head_dim)."""
-    powers = -2.0 * np.arange(config.head_dim // 2) / config.head_dim
-    positions = np.arange(config.max_position_embeddings)
-    angles = positions[:, None] * config.rope_theta**powers
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 class _Uniform:
@@ -138,9 +138,9 @@ class _Shard:
         weights = rng.draw(shape) * np.float32((3 / cols) ** 0.5)  # variance 1 / cols
         chunk_rows = choose_chunk_rows(kind, rows, cols, local_store_bytes=self._local_store_bytes)
         if kind is TensorKind.INT4:
-            packed = pack_int4(*quantize_int4(weights), chunk_rows)
+            packed = pack_blocks(quantize_int4_symmetric(weights), chunk_rows)
         else:
-            packed = pack_int8(*quantize_int8(weights), chunk_rows)
+            packed = pack_blocks(quantize_int8(weights), chunk_rows)
         self._add(name, kind, shape, packed.tobytes(), chunk_rows)
 
     def norm(self, name: str, rng: _Uniform, size: int) -> None:

@@ -18,12 +18,15 @@ MAX_SHOWN_PROCESSES = 16
 def to_dict(verdict: Verdict) -> dict[str, Any]:
     """What `--json` prints."""
     counts = {name: getattr(verdict, name) for name in COUNTS}
-    return {**counts, "ok": verdict.is_clean, **asdict(verdict)}
+    found = {**counts, "ok": verdict.is_clean, **asdict(verdict)}
+    del found["sizes"]  # of the questions: the seed says as much
+    return {**found, "tokens_per_s": verdict.tokens_per_s}
 
 
 def to_lines(verdict: Verdict) -> list[str]:
     """What a person reads at the end."""
     lines = [f"{name:12}{getattr(verdict, name):8}" for name in COUNTS]
+    lines.append(f"{'tokens':12}{verdict.num_tokens:8}  {verdict.tokens_per_s:.1f} a second")
     lines += ["", f"{'recovery from':22}{'times':>6}{'held up':>9}{'p50':>9}{'p99':>9}"]
     lines += [_recovery_line(name, found) for name, found in verdict.recovery.items()]
     lines += [""] + [

@@ -28,7 +28,7 @@ from services.chaos.verdict import (
 )
 from shared.dead_queue import DeadQueue
 from shared.local_cluster.load import Load, Question
-from shared.local_cluster.processes import Crew, rss_bytes_of
+from shared.local_cluster.processes import Crew, cpu_s_of, rss_bytes_of
 from shared.local_cluster.servers import GivenServers, PrivateServers, Servers
 from shared.local_cluster.start import connections, wait_until_serving
 from shared.model.backend import pick_backend
@@ -102,6 +102,7 @@ def run_chaos(
         layout = shards.active_layout("")
         questions, expected = _answer_undisturbed(options, shards, layout, say)
         _start_crew(options, crew, layout, Presence(stores.meta), say)
+        start_cpu_s = _start_cpu_s(crew)
         queues = [REQUESTS_QUEUE] + [
             group_queue(layout.model_id, layout.layout_id, g) for g in range(layout.num_groups)
         ]
@@ -131,6 +132,12 @@ def run_chaos(
         leaked = wait_until_settled(broker, stores, queues, load.sightings, tend=crew.tend)
         observations = observe(load.sightings, questions, expected, Ledger.of(stores))
         verdict = judge_requests(observations)
+        verdict.start_cpu_s = start_cpu_s
+        verdict.sizes = [(seen.num_prompt, len(seen.expected)) for seen in observations]
+        verdict.num_tokens = sum(len(seen.stored) for seen in observations)
+        ends = [seen.finished_s for seen in load.sightings if seen.finished_s is not None]
+        began = [seen.submitted_s for seen in load.sightings]
+        verdict.load_s = max(ends, default=0.0) - min(began, default=0.0) if ends else 0.0
         verdict.recovery = recoveries(observations, faults.log.injected)
         verdict.slowest = slowest_waits(observations, faults.log.injected, began_s=began_s)
         verdict.queues = {queue: broker.depth(queue) or 0 for queue in queues}
@@ -191,6 +198,12 @@ def _start_crew(
                 arguments += ["--hang-limit", str(options.hang_limit_s)]
             crew.add("worker", f"worker-{group}.{number}", *arguments, group=group)
     wait_until_serving(crew, layout, presence)
+
+
+def _start_cpu_s(crew: Crew) -> float | None:
+    """What the workers have taken of a core until they all serve, on average."""
+    taken = [cpu_s for m in crew.of("worker") if (cpu_s := cpu_s_of(m.pid)) is not None]
+    return sum(taken) / len(taken) if taken else None
 
 
 def _disturb(

@@ -89,6 +89,9 @@ class Verdict:
     wrong: int = 0
     failed: int = 0
     refused: int = 0
+    num_tokens: int = 0
+    load_s: float = 0.0  # from the first request to the last end
+    start_cpu_s: float | None = None  # of a core, until a worker serves
     recovery: dict[str, Recovery] = field(default_factory=dict)
     slowest: list[Wait] = field(default_factory=list)
     queues: dict[str, int] = field(default_factory=dict)
@@ -98,6 +101,12 @@ class Verdict:
     rss: dict[str, RssTrend] = field(default_factory=dict)  # by role/process
     named: dict[str, list[str]] = field(default_factory=dict)  # what is off -> request ids
     problems: list[str] = field(default_factory=list)
+
+    sizes: list[tuple[int, int]] = field(default_factory=list, repr=False)  # prompt, answer
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.load_s if self.load_s else 0.0
 
     @property
     def is_clean(self) -> bool:

@@ -14,12 +14,18 @@ import services.cli.chat  # isort: skip
 import services.cli.queue  # isort: skip
 import services.cli.batch  # isort: skip
 import services.cli.models  # isort: skip
+import services.cli.model_list  # isort: skip
+import services.cli.quantize  # isort: skip
+import services.cli.evaluate  # isort: skip
 import services.cli.cluster  # isort: skip
 import services.cli.gateway  # isort: skip
 import services.cli.bench  # isort: skip
 import services.cli.bench_cluster  # isort: skip
 import services.cli.operate  # isort: skip
-import services.cli.chaos  # noqa: F401  # isort: skip
+import services.cli.chaos  # isort: skip
+import services.cli.plan  # isort: skip
+import services.cli.calibrate  # isort: skip
+import services.cli.simulate  # noqa: F401  # isort: skip
 from services.cli.tree import EXIT_FAILED, EXIT_INTERRUPTED, app, exit_code_of
 from shared.errors import CellpipeError
 from shared.logs import redact
@@ -27,9 +33,10 @@ from shared.logs import redact
 PANELS = {  # of `cellpipe --help`
     "Ask": ("run", "chat", "enqueue", "result", "cancel", "batch"),
     "Serve programs": ("serve", "gateway", "key"),
-    "Models": ("pull", "inspect", "load"),
+    "Models": ("models", "pull", "inspect", "load", "quantize", "evaluate"),
     "Cluster": ("worker", "scheduler", "status", "workers", "drain", "dead"),
     "Measure and break": ("bench", "chaos"),
+    "Plan": ("plan", "simulate", "calibrate"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from shared.topology import Wire
 if TYPE_CHECKING:
     from services.chaos.run import ChaosOptions, Progress
     from services.chaos.schedule import FaultPlan
+    from services.chaos.verdict import Verdict
     from shared.config import Config
 
 DEFAULT_FAULTS = {"kill": ["worker:2s"]}
@@ -96,6 +98,14 @@ def chaos(
     logs: Annotated[
         Path | None, typer.Option(help="Keep the logs of all processes in this folder.")
     ] = None,
+    predicted: Annotated[
+        bool,
+        typer.Option(
+            "--predict",
+            help="Run without faults first, let the simulator say how fast the run with them is, "
+            "and end with 1 if it is off by more than 20 %.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Break a cluster on purpose and prove that nothing was lost.
@@ -140,15 +150,37 @@ def chaos(
         f"seed {options.seed}, {_load_of(options)}, "
         f"{', '.join(f'{p.name} each {p.period_s:g} s' for p in options.faults)}"
     )
+    calm = _run_calm(options, teller) if predicted else None
     verdict = run_chaos(options, say=teller.say, show=lambda seen: teller.show(_shown(seen)))
     teller.end()
+    found = to_dict(verdict)
+    lines = to_lines(verdict)
+    is_close = True
+    if calm is not None:
+        from services.cli.predicted_chaos import predict, table
+
+        prediction = predict(options, calm, verdict)
+        found["prediction"] = {**asdict(prediction), "error": prediction.error}
+        lines += table(prediction)
+        is_close = prediction.is_close
     if as_json:
-        typer.echo(json.dumps(to_dict(verdict)))
+        typer.echo(json.dumps(found))
     else:
-        for line in to_lines(verdict):
+        for line in lines:
             typer.echo(line)
-    if not verdict.is_clean:
+    if not (verdict.is_clean and is_close):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _run_calm(options: ChaosOptions, teller: Teller) -> Verdict:
+    """The same run without faults."""
+    from services.chaos.run import run_chaos
+    from services.cli.predicted_chaos import check_predictable
+
+    check_predictable(options)
+    teller.say("first without faults")
+    calm = replace(options, faults=(), log_folder=None)
+    return run_chaos(calm, say=teller.say, show=lambda seen: teller.show(_shown(seen)))
 
 
 def _duration(text: str | None, requests: int | None) -> float | None:

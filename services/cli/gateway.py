@@ -47,7 +47,8 @@ def serve(
         typer.Option(
             "--model",
             "-m",
-            help="A catalog name, a model's own name or name@digest, or a path to a .gguf file.",
+            help="A catalog name, a model's own name or name@digest, or a path to a .gguf file or "
+            "a Hugging Face folder.",
         ),
     ] = DEFAULT_MODEL,
     groups: Groups = 1,

@@ -26,8 +26,9 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="A catalog name, a model's own name or name@digest, or a path to a .gguf file; of a "
-        f"cluster one that is loaded. Default: {DEFAULT_MODEL}; of a cluster the one loaded last.",
+        help="A catalog name, a model's own name or name@digest, or a path to a .gguf file or a "
+        f"Hugging Face folder; of a cluster one that is loaded. Default: {DEFAULT_MODEL}; of a "
+        "cluster the one loaded last.",
         show_default=False,
     ),
 ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli.progress import StageBar
+from services.cli.repacking import repacking_note, repacking_rows, repacking_table
 from services.cli.settings import DEFAULT_MODEL, load_config
 from services.cli.tree import EXIT_FAILED, app
 from shared.config import Config, enough_text, parse_size, size_text
@@ -24,22 +25,29 @@ if TYPE_CHECKING:
     from shared.topology import Layout
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="A catalog name (smollm2-135m) or a path to a .gguf file.")
+    str,
+    typer.Argument(
+        help="A catalog name (smollm2-135m), hf:ORG/NAME[@REVISION] or hf:ORG/NAME:FILE.gguf of "
+        "the Hugging Face hub, or a path to a .gguf file or a Hugging Face folder."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()
 def pull(model: ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> None:
-    """Fetch a model file into the cache, verified by its SHA-256.
+    """Fetch a model into the cache, verified by its digests. What broke off goes on.
 
-    Example: cellpipe pull smollm2-135m
+    Of a repository of the Hugging Face hub it takes safetensors and the texts beside them, never
+    a pickle (.bin) or code.
+
+    Example: cellpipe pull hf:HuggingFaceTB/SmolLM2-135M-Instruct
     """
     from services.loader.pull import resolve_model
 
     config = load_config()
     with StageBar() as bar:
-        path = resolve_model(model, config.cache_dir, progress=bar.show)
+        path = resolve_model(model, config.cache_dir, progress=bar.show, refresh=True)
     typer.echo(json.dumps({"model": model, "path": str(path)}) if as_json else str(path))
 
 
@@ -62,6 +70,13 @@ def load(
             "on --groups too."
         ),
     ] = Wire.F32,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            help="Read every segment back and compare its SHA-256; else lengths alone, which takes "
+            "no time for a model that is there."
+        ),
+    ] = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the layout; write nothing to Redis.")
     ] = False,
@@ -92,6 +107,7 @@ def load(
         queue_type,
         wire,
     )
+    note, repacked = repacking_note(manifest.repacked), repacking_rows(manifest.repacked)
     plans = plan_layout(manifest, layout, budget_bytes=budget_bytes)
     fits = all(plan.fits for plan in plans)
     fewest: int | None = groups
@@ -101,9 +117,12 @@ def load(
         if as_json:
             rows = [{**asdict(plan), "fits": plan.fits} for plan in plans]
             shown = {"model_id": layout.model_id, "layout_id": layout.layout_id, "wire": wire}
-            typer.echo(json.dumps({**shown, "groups": rows, "groups_that_fit": fewest}))
+            found = {"groups": rows, "groups_that_fit": fewest, "repacked": repacked}
+            typer.echo(json.dumps({**shown, **found}))
         else:
             _print_layout(layout, plans, size_text(budget_bytes))
+            if note:
+                typer.echo(note)
         if not fits:
             typer.echo(
                 f"a worker of {memory} does not hold every group: {_remedy(plans, fewest)}",
@@ -121,14 +140,17 @@ def load(
         shards = ShardStore(stores.weights)
         left_behind = _serving_another_layout(stores, shards, layout)
         with StageBar() as bar:
-            report = load_model(packed, shards, layout, progress=bar.show)
+            report = load_model(packed, shards, layout, verify=verify, progress=bar.show)
     if as_json:
-        typer.echo(json.dumps(asdict(report)))
+        typer.echo(json.dumps({**asdict(report), "repacked": repacked}))
         return
     typer.echo(
         f"{report.model_id} in {_groups(groups)}: {report.total_bytes / 1e6:.1f} MB in "
-        f"{report.num_segments} segments, {report.num_sent} sent, all verified"
+        f"{report.num_segments} segments, {report.num_sent} sent, "
+        + ("all verified" if verify else "lengths compared")
     )
+    if note:
+        typer.echo(note)
     if left_behind:
         typer.echo(
             f"note: {left_behind} workers serve another layout until they are restarted, "
@@ -188,8 +210,11 @@ def inspect(model: ModelArgument = DEFAULT_MODEL, as_json: AsJson = False) -> No
     console.print(matrices)
     console.print(
         "a chunk is a block of rows of a matrix: what the kernel reads at once (a DMA), so small "
-        "that two of them stay in a local store of 256 KiB"
+        "that two of them stay in a local store of 256 KiB; where 16 rows are too large for that, "
+        "they pass through in parts"
     )
+    if inspection.repacked:
+        console.print(repacking_table(inspection.repacked))
     console.print(f"total {inspection.num_bytes / 1e6:.1f} MB in {inspection.num_chunks} chunks")
 
 

@@ -64,6 +64,44 @@ class StageBar:
             self._progress.stop()
 
 
+class StepBar:
+    """Bars of steps done, one for each stage, on a terminal; elsewhere nothing."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._tasks: dict[str, TaskID] = {}
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+        )
+
+    def show(self, done: int, total: int) -> None:
+        """Of the stage that this bar is called after."""
+        self.show_stage(self._what, done, total)
+
+    def show_stage(self, stage: str, done: int, total: int) -> None:
+        if not self._tasks:
+            self._progress.start()
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=total)
+        self._progress.update(self._tasks[stage], completed=done, total=total)
+
+    def __enter__(self) -> StepBar:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+
 class BatchBar:
     """Requests done, tokens per second and the time left; without a terminal, a line at times."""
 

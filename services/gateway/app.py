@@ -151,7 +151,7 @@ class Endpoints:
         body = await self._read(request, Detokenize)
         check_model(body.model, self._backend)
         check_token_ids(body.tokens, self._backend.tokenizer.vocab_size)
-        text = self._backend.tokenizer.decode(body.tokens, skip_special=False)
+        text = self._backend.tokenizer.decode(body.tokens, skip_special=False, whole=True)
         return JSONResponse({"content": text, "prompt": text})
 
     async def health(self, _: Request) -> Response:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.errors import ModelError
 from shared.model_names import CATALOG_NAMES, name_of
 
 
@@ -85,18 +84,9 @@ CATALOG: dict[str, CatalogEntry] = {
 }
 
 
-def find_entry(name: str) -> CatalogEntry:
-    """The entry of that name, or of the model by its own name or id.
-
-    Raises `ModelError` that lists the names there are.
-    """
+def find_entry(name: str) -> CatalogEntry | None:
+    """The entry of that name, or of the model by its own name or id; None if there is none."""
     own_name = name_of(name).lower()
-    entry = CATALOG.get(name.lower()) or next(
+    return CATALOG.get(name.lower()) or next(
         (e for e in CATALOG.values() if CATALOG_NAMES.get(e.name) == own_name), None
     )
-    if entry is None:
-        raise ModelError(
-            f"no model {name!r:.80} in the catalog; it has: {', '.join(sorted(CATALOG))}",
-            remedy="give one of these names, or the path of a .gguf file",
-        )
-    return entry

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shared.errors import ConfigError, ModelError
 from shared.kernel.chunks import chunk_bytes
-from shared.manifest import Manifest, TensorEntry
+from shared.manifest import Manifest, Repacking, TensorEntry
 from shared.model.config import ModelConfig
 from shared.topology import WORKER_BASE_BYTES, Layout, even_layout, group_shards
 from shared.wire import row_bytes
@@ -71,6 +71,7 @@ class Inspection:
     num_bytes: int
     num_chunks: int
     shards: tuple[ShardPlan, ...]
+    repacked: tuple[Repacking, ...]
 
     @property
     def layers(self) -> tuple[ShardPlan, ...]:
@@ -149,6 +150,7 @@ def inspect_model(manifest: Manifest) -> Inspection:
         num_bytes=sum(shard.num_bytes for shard in shards),
         num_chunks=sum(shard.num_chunks for shard in shards),
         shards=shards,
+        repacked=manifest.repacked,
     )
 
 

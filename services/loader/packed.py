@@ -15,19 +15,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from services.loader.packer import PackOptions, build_manifest, pack_shards, short_name
-from services.loader.pull import (
-    StageProgress,
-    file_sha256,
-    is_path,
-    no_progress,
-    only_one,
-    resolve_model,
-)
+from services.loader.files import StageProgress, files_sha256, no_progress, only_one
+from services.loader.packer import PackOptions, ShardRoom, build_manifest, pack_shards
+from services.loader.pull import is_path, resolve_model
+from services.loader.tensors import RepackingError
 from shared.errors import ModelError, ShardError
-from shared.formats.gguf import read_gguf
+from shared.formats.folder import folder_name
+from shared.formats.model import model_files, read_model
 from shared.manifest import MAX_SEGMENT_BYTES, Manifest, ShardEntry
-from shared.model_names import is_called
+from shared.model_names import is_called, short_name
 
 # Part of a packing's key: raise it whenever the same file would give other bytes than before.
 PACKING_VERSION = 2
@@ -88,18 +84,18 @@ class PackedModel:
 
 
 def open_packed(
-    model_file: Path,
+    model: Path,
     cache_dir: Path,
     *,
     options: PackOptions | None = None,
     progress: StageProgress = no_progress,
 ) -> PackedModel:
-    """The packed form of a model file: from the cache, or packed into it now.
+    """The packed form of a model file or folder: from the cache, or packed into it now.
 
     Raises `ModelError` when the file cannot be used or the cache not be written.
     """
     options = options or PackOptions()
-    folder = cache_dir / PACKED_FOLDER / _key(model_file, options)
+    folder = cache_dir / PACKED_FOLDER / _key(model, options)
     if packed := _whole(folder):
         return packed
     try:
@@ -112,13 +108,13 @@ def open_packed(
             shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
             staging.mkdir()
             try:
-                _pack_into(staging, model_file, options, progress)
+                _pack_into(staging, model, options, progress)
                 staging.rename(folder)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         raise ModelError(
-            f"{model_file.name} cannot be packed into {folder.parent}: {error}",
+            f"{model.name} cannot be packed into {folder.parent}: {error}",
             remedy="free some space, or set CELLPIPE_CACHE_DIR to a folder that can be written",
         ) from error
     return PackedModel(folder)
@@ -142,22 +138,27 @@ def open_model(
     return packed
 
 
-def _pack_into(
-    folder: Path, model_file: Path, options: PackOptions, progress: StageProgress
-) -> None:
-    description = read_gguf(model_file)
-    source_sha256 = file_sha256(model_file)
-    # Shards are about as large as what they are made of; the bar ends with the last one.
-    total = model_file.stat().st_size
+def _pack_into(folder: Path, model: Path, options: PackOptions, progress: StageProgress) -> None:
+    description = read_model(model)
+    files = model_files(model)
+    source_sha256 = files_sha256(files)
+    # Shards are at most about as large as what they are made of; the bar ends with the last one.
+    total = sum(path.stat().st_size for path in files)
     entries: list[ShardEntry] = []
+    errors: list[RepackingError] = []
     done = 0
     progress("pack", done, total)
-    for shard in pack_shards(description, options):
+    for shard in pack_shards(description, options, room=ShardRoom()):
         (folder / f"{shard.entry.name}.shard").write_bytes(shard.data.data)
         entries.append(shard.entry)
+        errors += shard.errors
         done += shard.entry.num_bytes
         progress("pack", min(done, total), total)
-    manifest = build_manifest(description, options, entries, source_sha256=source_sha256)
+    if done < total:
+        progress("pack", total, total)
+    manifest = build_manifest(
+        description, options, entries, source_sha256=source_sha256, errors=errors
+    )
     (folder / MANIFEST_FILE).write_text(manifest.to_json())
 
 
@@ -174,22 +175,19 @@ def _whole(folder: Path) -> PackedModel | None:
     return packed if is_whole else None
 
 
-def _key(model_file: Path, options: PackOptions) -> str:
-    """Names a packing by its input: which file, as it is now, and the options."""
+def _key(model: Path, options: PackOptions) -> str:
+    """Names a packing by its input: which files, as they are now, and the options."""
+    parts: list[str | int] = [PACKING_VERSION]
     try:
-        status = model_file.stat()
+        for path in model_files(model):
+            status = path.stat()
+            parts += [str(path.resolve()), status.st_size, status.st_mtime_ns]
     except OSError as error:
-        raise ModelError(f"{model_file} cannot be read: {error}") from error
-    parts = [
-        PACKING_VERSION,
-        str(model_file.resolve()),
-        status.st_size,
-        status.st_mtime_ns,
-        options.max_context,
-        options.local_store_bytes,
-    ]
+        raise ModelError(f"{model} cannot be read: {error}") from error
+    parts += [options.max_context, options.local_store_bytes]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return f"{short_name(model_file.name)}-{digest[:16]}"
+    name = folder_name(model) if model.is_dir() else model.name
+    return f"{short_name(name)}-{digest[:16]}"
 
 
 def _damaged(folder: Path, shard: str, why: str) -> ShardError:

@@ -1,32 +1,29 @@
 """Turns a model description into shards in the kernel's chunk layout. Knows no file and no store.
 
-One shard is in memory at a time. docs/arithmetic.md draws the chunks; `shared.manifest` says what
-shards and segments are.
+One shard is in memory at a time, and of its source a few thousand rows. docs/arithmetic.md draws
+the chunks; `shared.manifest` says what shards and segments are.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
 
+from services.loader.tensors import RepackingError, pack_tensor, summed
 from shared.errors import ConfigError
 from shared.formats.description import (
     EMBEDDING_TENSOR,
     FINAL_NORM_TENSOR,
     HEAD_TENSOR,
-    LAYER_TENSORS,
-    Int4Blocks,
-    Int8Blocks,
     ModelDescription,
     TensorView,
     layer_tensor,
+    layer_tensors,
 )
 from shared.kernel.chunks import (
     CHUNK_ALIGN,
@@ -48,12 +45,11 @@ from shared.manifest import (
     manifest_digest,
 )
 from shared.model.config import ModelConfig
-from shared.quant.pack import pack_int4, pack_int8
+from shared.model_names import short_name
 from shared.text.document import write_text_document
 from shared.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_CONTEXT = 32_768
-MAX_NAME_CHARS = 48
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -75,10 +71,26 @@ class PackOptions:
 
 @dataclass(frozen=True, slots=True)
 class PackedShard:
-    """A shard's bytes, uint8, aligned to 64, and its line in the manifest."""
+    """A shard's bytes, uint8, aligned to 64, its line in the manifest, and what repacking cost."""
 
     entry: ShardEntry
     data: Bytes
+    errors: tuple[RepackingError, ...] = ()
+
+
+class ShardRoom:
+    """Memory for one shard at a time: to be given fresh pages for each takes as long as packing."""
+
+    def __init__(self) -> None:
+        self._room = aligned_zeros(0)
+
+    def zeros(self, num_bytes: int) -> Bytes:
+        """Zeroed bytes, aligned to 64, in place of those that were given before."""
+        if len(self._room) < num_bytes:
+            self._room = aligned_zeros(num_bytes)
+        else:
+            self._room[:num_bytes] = 0
+        return self._room[:num_bytes]
 
 
 def packed_config(config: ModelConfig, options: PackOptions) -> ModelConfig:
@@ -88,12 +100,16 @@ def packed_config(config: ModelConfig, options: PackOptions) -> ModelConfig:
 
 
 def pack_shards(
-    description: ModelDescription, options: PackOptions | None = None
+    description: ModelDescription,
+    options: PackOptions | None = None,
+    *,
+    room: ShardRoom | None = None,
 ) -> Iterator[PackedShard]:
     """Every shard of a model, in the order of the forward pass, one in memory at a time.
 
-    Raises `ModelError` for numbers that are not finite or a tokenizer that is not supported, and
-    `ConfigError` for a local store that is too small for 16 rows.
+    With `room` they lie there, each until the next is asked for. Raises `ModelError` for numbers
+    that are not finite or a tokenizer that is not supported, and `ConfigError` for a local store
+    that is too small.
     """
     options = options or PackOptions()
     config = packed_config(description.config, options)
@@ -109,13 +125,14 @@ def pack_shards(
         0,
         {EMBEDDING_TENSOR: tensors[EMBEDDING_TENSOR]},
         options,
+        room,
     )
     for index in range(config.num_hidden_layers):
-        views = {name: tensors[layer_tensor(index, name)] for name in LAYER_TENSORS}
-        yield _tensor_shard(f"layer.{index}", ShardKind.LAYER, index, views, options)
+        views = {name: tensors[layer_tensor(index, name)] for name in layer_tensors(config)}
+        yield _tensor_shard(f"layer.{index}", ShardKind.LAYER, index, views, options, room)
     names = (FINAL_NORM_TENSOR, HEAD_TENSOR)
     views = {name: tensors[name] for name in names if name in tensors}
-    yield _tensor_shard("head", ShardKind.HEAD, 0, views, options)
+    yield _tensor_shard("head", ShardKind.HEAD, 0, views, options, room)
 
 
 def build_manifest(
@@ -124,36 +141,18 @@ def build_manifest(
     shards: Sequence[ShardEntry],
     *,
     source_sha256: str,
+    errors: Sequence[RepackingError] = (),
 ) -> Manifest:
     """The manifest over packed shards. Its id is the file's name and its digest."""
     config = packed_config(description.config, options).to_dict()
     model_id = f"{short_name(description.source)}@{manifest_digest(config, shards)}"
-    return Manifest(model_id, config, tuple(shards), description.source, source_sha256)
-
-
-def short_name(source: str) -> str:
-    """A file's name as queue names and keys can carry it: [a-z0-9._-], at most 48 characters."""
-    stem = PurePath(source).name.lower().removesuffix(".gguf")
-    name = re.sub(r"[^a-z0-9._-]+", "-", stem).strip("-._")
-    return name[:MAX_NAME_CHARS] or "model"
-
-
-def rope_tables(
-    config: ModelConfig,
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin, float32 (positions, head_dim/2): made in binary64, then rounded.
-
-    Angle of pair i at position p: p * rope_theta ** (-2i / head_dim) (RoFormer, 3.2.2).
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    inverse = np.float64(config.rope_theta) ** -exponents
-    positions = np.arange(config.max_position_embeddings, dtype=np.float64)
-    angles = np.outer(positions, inverse)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return Manifest(
+        model_id, config, tuple(shards), description.source, source_sha256, summed(errors)
+    )
 
 
 def _rope_shard(config: ModelConfig) -> PackedShard:
-    tables = dict(zip(("cos", "sin"), rope_tables(config), strict=True))
+    tables = config.rope_tables()
     entries: list[TensorEntry] = []
     end = 0
     for name, table in tables.items():
@@ -163,12 +162,18 @@ def _rope_shard(config: ModelConfig) -> PackedShard:
         end = offset + table.nbytes
     data = aligned_zeros(align_up(end, CHUNK_ALIGN))
     for entry in entries:
-        _place(data, entry, tables[entry.name].astype("<f4").view(np.uint8).reshape(-1))
+        place = data[entry.offset : entry.offset + entry.num_bytes]
+        place.view("<f4")[:] = tables[entry.name].reshape(-1)
     return _shard("rope", ShardKind.ROPE, 0, data, tuple(entries))
 
 
 def _tensor_shard(
-    name: str, kind: ShardKind, index: int, views: dict[str, TensorView], options: PackOptions
+    name: str,
+    kind: ShardKind,
+    index: int,
+    views: dict[str, TensorView],
+    options: PackOptions,
+    room: ShardRoom | None,
 ) -> PackedShard:
     entries: list[TensorEntry] = []
     end = 0
@@ -176,10 +181,14 @@ def _tensor_shard(
         entry = tensor_entry(short, view, align_up(end, CHUNK_ALIGN), options)
         entries.append(entry)
         end = entry.offset + entry.num_bytes
-    data = aligned_zeros(align_up(end, CHUNK_ALIGN))
+    num_bytes = align_up(end, CHUNK_ALIGN)
+    data = room.zeros(num_bytes) if room else aligned_zeros(num_bytes)
+    errors: list[RepackingError] = []
     for entry in entries:
-        _place(data, entry, _packed_bytes(views[entry.name], entry.chunk_rows))
-    return _shard(name, kind, index, data, tuple(entries))
+        place = data[entry.offset : entry.offset + entry.num_bytes]
+        if error := pack_tensor(views[entry.name], entry, place):
+            errors.append(error)
+    return _shard(name, kind, index, data, tuple(entries), tuple(errors))
 
 
 def tensor_entry(name: str, view: TensorView, offset: int, options: PackOptions) -> TensorEntry:
@@ -207,27 +216,17 @@ def tensor_entry(name: str, view: TensorView, offset: int, options: PackOptions)
             assert_never(view.kind)
 
 
-def _packed_bytes(view: TensorView, chunk_rows: int) -> Bytes:
-    match view.read():
-        case Int4Blocks(scale, minimum, nibbles):
-            return pack_int4(scale, minimum, nibbles, chunk_rows)
-        case Int8Blocks(scale, q):
-            return pack_int8(scale, q, chunk_rows)
-        case values:
-            return values.astype("<f4").view(np.uint8).reshape(-1)
-
-
-def _place(data: Bytes, entry: TensorEntry, packed: Bytes) -> None:
-    assert packed.nbytes == entry.num_bytes, (entry, packed.nbytes)
-    data[entry.offset : entry.offset + entry.num_bytes] = packed
-
-
 def _shard(
-    name: str, kind: ShardKind, index: int, data: Bytes, tensors: tuple[TensorEntry, ...]
+    name: str,
+    kind: ShardKind,
+    index: int,
+    data: Bytes,
+    tensors: tuple[TensorEntry, ...],
+    errors: tuple[RepackingError, ...] = (),
 ) -> PackedShard:
     segments = tuple(
         SegmentEntry(len(piece), hashlib.sha256(piece.data).hexdigest())
         for start in range(0, len(data), MAX_SEGMENT_BYTES)
         for piece in (data[start : start + MAX_SEGMENT_BYTES],)
     )
-    return PackedShard(ShardEntry(name, kind, index, len(data), segments, tensors), data)
+    return PackedShard(ShardEntry(name, kind, index, len(data), segments, tensors), data, errors)

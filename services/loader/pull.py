@@ -1,4 +1,4 @@
-"""Gets a model file by name or path. Owns the cache of model files; knows nothing of their content.
+"""Gets a model by name or path. Owns the cache of catalog files; knows nothing of their content.
 
 A file appears in the cache under its name only once its SHA-256 was right, by an atomic rename: a
 file that is there is whole. Two pulls of one model at a time: the second waits for the first.
@@ -6,30 +6,55 @@ file that is there is whole. Two pulls of one model at a time: the second waits 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from services.loader.catalog import CatalogEntry, Source, find_entry
-from services.loader.sources import Progress, SourceFailed, fetch
+from services.loader.catalog import CATALOG, CatalogEntry, Source, find_entry
+from services.loader.files import (
+    Progress,
+    StageProgress,
+    file_sha256,
+    no_progress,
+    only_one,
+    stage,
+)
+from services.loader.hub import find_pulled, pull_from_hub, pulled_models
+from services.loader.hub_names import SCHEME, parse_hub_name
+from services.loader.sources import SourceFailed, fetch
 from shared.errors import ModelError
-
-READ_BYTES = 1 << 20
-
-StageProgress = Callable[[str, int, int], None]
-"""Called with what is going on, and its bytes done and in all."""
-
+from shared.model_names import name_of, short_name
 
 Fetcher = Callable[[Source, Path, Progress], Path]
 """Fetches one source into a folder, as `services.loader.sources.fetch` does."""
 
 
-def no_progress(stage: str, done: int, total: int) -> None:
-    """A `StageProgress` that shows nothing."""
+_REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that has a name here. `path` is None when it is not pulled yet."""
+
+    name: str
+    num_bytes: int
+    path: Path | None
+
+
+def known_models(cache_dir: Path) -> list[KnownModel]:
+    """The catalog's models, and those that were pulled from the hub."""
+    known = []
+    for entry in CATALOG.values():
+        cached = cache_dir / entry.filename
+        is_here = _size(cached) == entry.num_bytes
+        known.append(KnownModel(entry.name, entry.num_bytes, cached if is_here else None))
+    for name, path in pulled_models(cache_dir).items():
+        files = [path] if path.is_file() else list(path.iterdir())
+        known.append(KnownModel(name, sum(_size(file) or 0 for file in files), path))
+    return known
 
 
 def default_cache_dir() -> Path:
@@ -38,31 +63,72 @@ def default_cache_dir() -> Path:
 
 
 def is_path(name_or_path: str) -> bool:
-    """Whether it names a file rather than a model of the catalog."""
+    """Whether it names a file or a model folder rather than a model by name."""
+    if name_or_path.startswith(SCHEME):
+        return False
     path = Path(name_or_path).expanduser()
-    return path.suffix.lower() == ".gguf" or path.is_file()
+    if path.suffix.lower() == ".gguf" or path.is_file() or "/" in name_or_path:
+        return True
+    # A folder that merely is called as a model of the catalog is not meant.
+    return (path / "config.json").is_file()
 
 
 def resolve_model(
-    name_or_path: str, cache_dir: Path, *, progress: StageProgress = no_progress
+    name_or_path: str,
+    cache_dir: Path,
+    *,
+    progress: StageProgress = no_progress,
+    refresh: bool = False,
 ) -> Path:
-    """The file of a model: a path to a `.gguf` as it is, one that the catalog has (by its
-    name there, or its own name or id) from the cache, pulled first if it is not there.
+    """The file or folder of a model: a path as it is; `hf:ORG/NAME`, and what the catalog has (by
+    its name there, or its own name or id), from the cache, pulled first if it is not there; what
+    was pulled from the hub also by its own name or id.
 
-    Raises `ModelError` for an unknown name, a missing file, or a model that no source gives.
+    With `refresh` the hub is asked whether a revision has moved on. Raises `ModelError` for an
+    unknown name, a missing file, or a model that no source gives.
     """
+    if name_or_path.startswith(SCHEME):
+        name = parse_hub_name(name_or_path)
+        pulled = None if refresh else find_pulled(name, cache_dir)
+        return pulled or pull_from_hub(name, cache_dir, progress=progress)
     if is_path(name_or_path):
         path = Path(name_or_path).expanduser()
-        if not path.is_file():
+        if not path.exists():
+            is_repo = _REPO.match(name_or_path)
             raise ModelError(
-                f"there is no file {path}", remedy="check the path, or give a catalog name"
+                f"there is no file {path}",
+                remedy=f"for a model of the Hugging Face hub write {SCHEME}{name_or_path}"
+                if is_repo
+                else "check the path, or give a catalog name",
             )
         return path
     entry = find_entry(name_or_path)
+    if entry is None:
+        return _pulled_as(name_or_path, cache_dir)
     cached = cache_dir / entry.filename
     if _size(cached) == entry.num_bytes:
         return cached
     return pull(entry, cache_dir, progress=progress)
+
+
+def _pulled_as(name: str, cache_dir: Path) -> Path:
+    """The model of that own name, or id, among those that were pulled from the hub."""
+    pulled = pulled_models(cache_dir)
+    found = {path for path in pulled.values() if short_name(path.name) == name_of(name).lower()}
+    if len(found) == 1:
+        return found.pop()
+    if found:
+        raise ModelError(
+            f"{name!r:.80} are several: "
+            + ", ".join(text for text, path in pulled.items() if path in found),
+            remedy="give one of them",
+        )
+    there = f", pulled were: {', '.join(pulled)}" if pulled else ""
+    raise ModelError(
+        f"no model {name!r:.80} in the catalog; it has: {', '.join(sorted(CATALOG))}{there}",
+        remedy="give one of these names, hf:ORG/NAME of the Hugging Face hub, or the path of a "
+        ".gguf file or of a model folder",
+    )
 
 
 def pull(
@@ -96,19 +162,6 @@ def pull(
     return target
 
 
-def file_sha256(path: Path, progress: Progress | None = None) -> str:
-    """SHA-256 of a file, hex."""
-    digest = hashlib.sha256()
-    done, total = 0, path.stat().st_size
-    with path.open("rb") as file:
-        while piece := file.read(READ_BYTES):
-            digest.update(piece)
-            done += len(piece)
-            if progress is not None:
-                progress(done, total)
-    return digest.hexdigest()
-
-
 def _fetch_first(
     entry: CatalogEntry, staging: Path, progress: StageProgress, fetcher: Fetcher
 ) -> Path:
@@ -116,11 +169,11 @@ def _fetch_first(
     failures: list[str] = []
     for source in entry.sources:
         try:
-            fetched = fetcher(source, staging, _stage(progress, str(source)))
+            fetched = fetcher(source, staging, stage(progress, str(source)))
         except SourceFailed as error:
             failures.append(f"{source}: {error}")
             continue
-        actual = file_sha256(fetched, _stage(progress, "verify"))
+        actual = file_sha256(fetched, stage(progress, "verify"))
         if actual == entry.sha256:
             with fetched.open("rb") as file:
                 os.fsync(file.fileno())  # the rename must not reach the disk before the bytes
@@ -134,11 +187,7 @@ def _fetch_first(
 
 
 def _is_whole(path: Path, entry: CatalogEntry, progress: StageProgress) -> bool:
-    return file_sha256(path, _stage(progress, "verify")) == entry.sha256
-
-
-def _stage(progress: StageProgress, name: str) -> Progress:
-    return lambda done, total: progress(name, done, total)
+    return file_sha256(path, stage(progress, "verify")) == entry.sha256
 
 
 def _size(path: Path) -> int | None:
@@ -146,11 +195,3 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
-
-
-@contextlib.contextmanager
-def only_one(path: Path) -> Iterator[None]:
-    """Hold a lock file's lock; the system lets go of it when the process dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

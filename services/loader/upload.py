@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.loader.files import StageProgress, no_progress
 from services.loader.packed import PackedModel
-from services.loader.pull import StageProgress, no_progress
 from shared.errors import ModelError, ShardError
 from shared.manifest import Manifest
 from shared.store.shards import SegmentRef, ShardStore

@@ -34,7 +34,7 @@ from services.scheduler.records import content_of, plan_of, record_of, refusal_o
 from services.scheduler.redrive import Redriver
 from services.scheduler.replies import refusal_reply, send_reply
 from services.scheduler.token_events import TokenEvents
-from services.scheduler.waiting_room import KvBudget, WaitingRoom
+from services.scheduler.waiting_room import WaitingRoom
 from shared import codec
 from shared.backoff import Backoff
 from shared.broker.base import Broker, Delivery
@@ -46,6 +46,7 @@ from shared.errors import (
     RequestError,
     TransientError,
 )
+from shared.kv_budget import KvBudget
 from shared.messages import FinishReason, Request
 from shared.policy import Surroundings
 from shared.silence import Silence

@@ -16,6 +16,7 @@ from services.scheduler.limits import SchedulerLimits
 from services.scheduler.scheduler import Scheduler
 from shared.broker.base import Broker
 from shared.errors import StoreUnavailable
+from shared.liveness import HEARTBEAT_S, PRESENCE_TTL_MS
 from shared.model.config import ModelConfig
 from shared.process import rss_bytes
 from shared.store.connection import Stores
@@ -30,8 +31,6 @@ from shared.topology import Layout, check_layout, control_queues, group_queues
 
 log = structlog.get_logger()
 
-HEARTBEAT_S = 1.0
-PRESENCE_TTL_MS = 5_000
 IDLE_TURN_S = 0.25
 
 

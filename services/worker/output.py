@@ -20,7 +20,6 @@ from services.worker.compute import CacheOf
 from services.worker.endings import Endings
 from services.worker.faults import Faults, Point, reached
 from services.worker.remember import fills_page, write_rows
-from services.worker.router import worker_of
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
 from services.worker.shaping import MakeProcessors, Shaping
@@ -31,6 +30,7 @@ from services.worker.tokens import Ended, GoOn, OutOfOrder, sample_and_commit
 from shared.broker.base import Confirm
 from shared.messages import Step
 from shared.model.layer_group import LayerGroup
+from shared.router import worker_of
 from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger
 from shared.topology import Layout

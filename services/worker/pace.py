@@ -14,13 +14,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from services.worker.batch import Pending, Slice
+from shared.prefill import MIN_ROWS, rows_beside_decoding
 
-# 8 streams and a prompt of 512 on 2 busy cores, medians of `bench cluster --mixed`: at 2.0 a prompt
-# took 1.4 to 1.7 times its time alone and the streams' p95 between two tokens 2.0 to 2.5 times
-# theirs; at 2.5 it was 1.2 to 1.9 and 2.7 to 2.9.
-DECODE_TURNS = 2.5
-TILE_ROWS = 8  # with 8 decode steps a batch fills tiles of 16
-MIN_ROWS = 16
 # One stream beside 32 requests of a batch, 2 groups on 2 busy cores, medians of rounds: the time
 # between two of its tokens was 5.6 times that alone, and the batch had 145 tokens/s. At 8 it is 2.6
 # times and 340, at 4 2.4 and 115, at 2 2.0 and 75.
@@ -56,13 +51,13 @@ class Pace:
         elif now_s - self._decoded_s > LATELY_S:
             self._num_decoding = 0
             return max_rows
-        if not (self.decode_turn_s and self.row_s):
-            return min(2 * MIN_ROWS, max_rows)
-        turns = DECODE_TURNS * max(1.0, num_prompts / self._num_decoding)
-        # A clock may say that rows take next to nothing, and infinity is no number of them.
-        rows = int(min(turns * self.decode_turn_s / self.row_s, 2.0 * max_rows))
-        rows = rows // TILE_ROWS * TILE_ROWS
-        return min(max(rows, MIN_ROWS), max_rows)
+        return rows_beside_decoding(
+            self.decode_turn_s,
+            self.row_s,
+            num_prompts=num_prompts,
+            num_decoding=self._num_decoding,
+            max_rows=max_rows,
+        )
 
     def batch_steps(self, pending: Iterable[Pending], *, now_s: float) -> int | None:
         """How many steps of batches the next turn may hold, given all that waits; None for all."""

@@ -14,6 +14,7 @@ import structlog
 
 from shared.config import enough_text, size_text
 from shared.errors import CellpipeError, ConfigError, TransientError
+from shared.liveness import ADOPT_AFTER_S
 from shared.model.layer_group import LayerGroup
 from shared.store.presence import Presence
 from shared.store.presence_types import WorkerInfo, WorkerState
@@ -21,8 +22,6 @@ from shared.topology import WORKER_BASE_BYTES, Layout
 
 log = structlog.get_logger()
 
-# Longer than workers that start together take to claim, so that one does not take all groups.
-ADOPT_AFTER_S = 3.0
 # What cannot be loaded is not asked for again before this: its shards must be stored anew first.
 LOAD_AGAIN_AFTER_S = 30.0
 

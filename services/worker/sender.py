@@ -12,19 +12,18 @@ from dataclasses import replace
 
 import structlog
 
-from services.worker.router import Peer, choose_worker, worker_of
 from services.worker.stages import PUBLISH, Stages
 from shared.broker.base import Broker, Confirm, Outgoing
 from shared.errors import StoreDamaged, StoreUnavailable
 from shared.late_frame import Frame
+from shared.liveness import PEERS_REFRESH_S
 from shared.messages import Step
+from shared.router import Peer, choose_worker, worker_of
 from shared.silence import Silence
 from shared.store.presence_types import WorkerInfo
 from shared.topology import Layout, group_queue, inbox_queue
 
 log = structlog.get_logger()
-
-REFRESH_S = 0.5
 
 
 class Sender:
@@ -94,7 +93,7 @@ class Sender:
         now_s = self._clock()
         if self._read_peers is None or now_s < self._refresh_at_s:
             return
-        self._refresh_at_s = now_s + REFRESH_S
+        self._refresh_at_s = now_s + PEERS_REFRESH_S
         try:
             infos = self._read_peers()
         except (StoreUnavailable, StoreDamaged) as error:

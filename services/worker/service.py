@@ -29,6 +29,7 @@ from services.worker.worker import Membership, Worker
 from shared.broker.base import Broker
 from shared.errors import StoreUnavailable
 from shared.kernel.weights import KernelBackend
+from shared.liveness import HEARTBEAT_S, PRESENCE_TTL_MS
 from shared.manifest import Manifest, ShardKind
 from shared.model.config import ModelConfig
 from shared.model.layer_group import LayerGroup
@@ -54,8 +55,6 @@ from shared.topology import (
 
 log = structlog.get_logger()
 
-HEARTBEAT_S = 1.0
-PRESENCE_TTL_MS = 5_000
 IDLE_TURN_S = 0.25
 # After others were told of a drain, until they have read it: what they send meanwhile is taken.
 DRAIN_NOTICE_S = 1.5

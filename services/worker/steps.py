@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.batch import Slice
-from services.worker.router import with_worker
 from services.worker.verdict import TOKEN_IDS
 from shared.messages import Step
+from shared.router import with_worker
 
 
 def routed(step: Step, *, worker_id: str, group: int, next_worker: str) -> Step:

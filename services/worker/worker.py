@@ -27,7 +27,6 @@ from services.worker.inbox import Inbox
 from services.worker.limits import MIN_KV_CACHE_BYTES, WorkerLimits
 from services.worker.output import Output
 from services.worker.pace import Pace
-from services.worker.quarantine import Quarantine
 from services.worker.readiness import Readiness, unix_ms
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
@@ -44,6 +43,7 @@ from shared.model.config import ModelConfig
 from shared.model.kv_cache import SequenceCache
 from shared.model.layer_group import LayerGroup
 from shared.model.local_prefixes import LocalPrefixes
+from shared.quarantine import Quarantine
 from shared.store.attempts import Attempts
 from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger

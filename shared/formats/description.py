@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from shared.formats.reading import is_lossless, kernel_kind, read_float32, read_rows
+from shared.formats.stored_tensor import StoredTensor
+from shared.kernel.matrix import Float32
 from shared.manifest import TensorKind
 from shared.model.config import ModelConfig
-from shared.text.vocabulary import Vocabulary
+from shared.quant.blocks import Int4Blocks as Int4Blocks
+from shared.quant.blocks import Int8Blocks as Int8Blocks
+from shared.quant.blocks import TensorNumbers
+from shared.text.vocabulary import AnyVocabulary
 
 GROUP_SIZE = 32
 
@@ -34,39 +37,25 @@ LAYER_TENSORS = (
     "up_proj",
     "down_proj",
 )
+QKV_BIASES = ("q_bias", "k_bias", "v_bias")
+QK_NORMS = ("q_norm", "k_norm")
+POST_NORMS = ("attention_out_norm", "mlp_out_norm")
 
 
-@dataclass(frozen=True, slots=True)
-class Int4Blocks:
-    """w = scale*q + min. `scale`, `min` float16 (R, G); `nibbles` uint8 (R, G, 16).
-
-    Nibble byte j of a group holds q[j] in its low and q[16 + j] in its high half, as GGUF's Q4_0
-    and Q4_1 do.
-    """
-
-    scale: npt.NDArray[np.float16]
-    min: npt.NDArray[np.float16]
-    nibbles: npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Blocks:
-    """w = scale*q. `scale` float16 (R, G); `q` int8 (R, G, 32)."""
-
-    scale: npt.NDArray[np.float16]
-    q: npt.NDArray[np.int8]
-
-
-TensorNumbers = Int4Blocks | Int8Blocks | npt.NDArray[np.float32]
+def _nothing_to_release(start: int, stop: int) -> None:
+    """Of numbers that lie in no file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
     """One tensor of a model file, unread. A vector has rows 1.
 
-    `source_name` and `source_type` are the file's own words, for messages. `read` gives
-    `Int4Blocks`, `Int8Blocks` or float32 (R, C) according to `kind`; it raises `ModelError` for
-    numbers that are not finite.
+    `source_name` and `source_type` are the file's own words, for messages. `read_rows(start, stop)`
+    gives `Int4Blocks`, `Int8Blocks` or float32 (stop - start, C) according to `kind`, and
+    `read_float32(start, stop)` what the file itself says, before it was brought into that form.
+    Both raise `ModelError` for numbers that are not finite. `is_lossless`: they are the same
+    numbers. `release(start, stop)` lets go of the memory of rows once nobody needs them: what was
+    read may be a view of the file.
     """
 
     name: str
@@ -75,7 +64,55 @@ class TensorView:
     cols: int
     source_name: str
     source_type: str
-    read: Callable[[], TensorNumbers]
+    read_rows: Callable[[int, int], TensorNumbers]
+    read_float32: Callable[[int, int], Float32]
+    is_lossless: bool = True
+    release: Callable[[int, int], None] = _nothing_to_release
+
+    def read(self) -> TensorNumbers:
+        """The whole tensor at once."""
+        return self.read_rows(0, self.rows)
+
+
+def tensor_view(
+    name: str,
+    tensor: StoredTensor,
+    rows: int,
+    cols: int,
+    kind: TensorKind | None = None,
+    *,
+    first_row: int = 0,
+) -> TensorView:
+    """A view of rows first_row..first_row + rows of a stored tensor.
+
+    `kind` is the kernel format to keep it in: float32 for vectors, and for a matrix what its type
+    becomes (`shared.formats.reading.KERNEL_KINDS`), unless another is given. Raises `ModelError`
+    for a type that is not read.
+    """
+    usual = kernel_kind(tensor)
+    kind = kind or (TensorKind.F32 if len(tensor.shape) == 1 else usual)
+
+    def rows_in_kind(start: int, stop: int) -> TensorNumbers:
+        return read_rows(tensor, kind, first_row + start, first_row + stop)
+
+    def rows_as_float32(start: int, stop: int) -> Float32:
+        return read_float32(tensor, first_row + start, first_row + stop)
+
+    def release(start: int, stop: int) -> None:
+        tensor.release(first_row + start, first_row + stop)
+
+    return TensorView(
+        name,
+        kind,
+        rows,
+        cols,
+        tensor.name,
+        tensor.type_name,
+        rows_in_kind,
+        rows_as_float32,
+        is_lossless(tensor, kind),
+        release,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +120,34 @@ class ModelDescription:
     """A model file as cellpipe sees it.
 
     `tensors` are keyed `embed_tokens`, `norm`, `lm_head` (unless tied) and `layer.<i>.<name>` with
-    the names of `LAYER_TENSORS`. `source` is the file's name without its folder.
+    the names of `layer_tensors`. `source` is the file's name without its folder.
     """
 
     source: str
     config: ModelConfig
     tensors: Mapping[str, TensorView]
-    vocabulary: Vocabulary
+    vocabulary: AnyVocabulary
     chat_template: str | None
 
 
 def layer_tensor(layer: int, name: str) -> str:
     """Key of a layer's tensor in `ModelDescription.tensors`."""
     return f"layer.{layer}.{name}"
+
+
+def layer_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the tensors of a layer of this config: those of a llama, then its options'."""
+    return (
+        *LAYER_TENSORS,
+        *(QKV_BIASES if config.qkv_bias else ()),
+        *(QK_NORMS if config.qk_norm else ()),
+        *(POST_NORMS if config.post_norms else ()),
+    )
+
+
+def is_vector(name: str) -> bool:
+    """Whether a tensor of ours is a vector: norms and biases, which stay binary32."""
+    return name.endswith(("norm", "bias"))
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -111,10 +163,17 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
         "down_proj": (hidden, inner),
+        "q_bias": (1, config.q_dim),
+        "k_bias": (1, config.kv_dim),
+        "v_bias": (1, config.kv_dim),
+        "q_norm": (1, config.head_dim),
+        "k_norm": (1, config.head_dim),
+        "attention_out_norm": (1, hidden),
+        "mlp_out_norm": (1, hidden),
     }
     shapes = {EMBEDDING_TENSOR: (config.vocab_size, hidden)}
     for index in range(config.num_hidden_layers):
-        shapes |= {layer_tensor(index, name): layer[name] for name in LAYER_TENSORS}
+        shapes |= {layer_tensor(index, name): layer[name] for name in layer_tensors(config)}
     shapes[FINAL_NORM_TENSOR] = (1, hidden)
     if not config.tie_word_embeddings:
         shapes[HEAD_TENSOR] = (config.vocab_size, hidden)

@@ -20,6 +20,15 @@ from shared.kernel.weights import GroupShape, GroupWeights, PagedSlice
 FLOAT32, INT32, UINT16, UINTP = map(np.dtype, (np.float32, np.int32, np.uint16, np.uintp))
 PAGE_POSITIONS = 16
 MAX_INT32 = 2**31 - 1
+OPTIONAL_VECTORS = (  # of `LayerWeights`, and of C's cp_layer
+    "q_bias",
+    "k_bias",
+    "v_bias",
+    "q_norm",
+    "k_norm",
+    "attention_out_norm",
+    "mlp_out_norm",
+)
 
 
 def check_array(
@@ -55,18 +64,28 @@ def check_weights(weights: GroupWeights) -> None:
     sizes = (shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads)
     if not all(0 < size <= MAX_INT32 for size in (*sizes, shape.head_dim)):
         raise KernelError(f"sizes of a layer group must be positive, got {shape}")
-    tables = (len(weights.rope_cos), shape.head_dim // 2)
-    check_array("rope_cos", weights.rope_cos, FLOAT32, tables)
-    check_array("rope_sin", weights.rope_sin, FLOAT32, tables)
+    tables = (shape.num_positions, shape.head_dim // 2)
     for number, layer in enumerate(weights.layers):
         hidden = (shape.hidden_size,)
         check_array(f"input_norm of layer {number}", layer.input_norm, FLOAT32, hidden)
         check_array(f"post_norm of layer {number}", layer.post_norm, FLOAT32, hidden)
+        for name, size in _optional_sizes(shape).items():
+            if (vector := getattr(layer, name)) is not None:
+                check_array(f"{name} of layer {number}", vector, FLOAT32, (size,))
+        if layer.rope is not None:
+            check_array("rope_cos", layer.rope.cos, FLOAT32, tables)
+            check_array("rope_sin", layer.rope.sin, FLOAT32, tables)
     if weights.final_norm is not None:
         check_array("final_norm", weights.final_norm, FLOAT32, (shape.hidden_size,))
     for name, matrix in (("embedding", weights.embedding), ("head", weights.head)):
         if matrix is not None and matrix.cols != shape.hidden_size:
             raise KernelError(f"the {name} has {matrix.cols} columns, not {shape.hidden_size}")
+
+
+def _optional_sizes(shape: GroupShape) -> dict[str, int]:
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden, head = shape.hidden_size, shape.head_dim
+    return dict(zip(OPTIONAL_VECTORS, (q, kv, kv, head, head, hidden, hidden), strict=True))
 
 
 def check_slices(shape: GroupShape, num_layers: int, slices: Sequence[PagedSlice]) -> None:

@@ -96,29 +96,45 @@ def matrix_bytes(kind: str, rows: int, cols: int, chunk_rows: int) -> int:
 def local_store_need(kind: str, cols: int, chunk_rows: int) -> int:
     """Bytes that a chunk needs in a local store: itself twice, one row of quantised activations
     (int8, and two binary32 a group) and its outputs in binary32."""
-    activations = align_up(cols + 8 * num_groups(cols), CHUNK_ALIGN)
-    outputs = align_up(4 * chunk_rows, CHUNK_ALIGN)
-    return 2 * chunk_bytes(kind, cols, chunk_rows) + activations + outputs
+    return 2 * chunk_bytes(kind, cols, chunk_rows) + _beside_weights(cols, chunk_rows)
+
+
+def streamed_need(kind: str, cols: int) -> int:
+    """Bytes that a single row block needs in a local store when it passes through group by group:
+    two groups at a time, an int8 block's scales, and what `local_store_need` counts beside."""
+    group, scales = INT4_GROUP_BYTES, 0
+    if kind == "int8":
+        group, scales = INT8_GROUP_BYTES, align_up(int8_scale_bytes(cols), CHUNK_ALIGN)
+    part = align_up(group, CHUNK_ALIGN)
+    return scales + 2 * part + _beside_weights(cols, BLOCK_ROWS)
 
 
 def choose_chunk_rows(
     kind: str, rows: int, cols: int, *, local_store_bytes: int = DEFAULT_LOCAL_STORE_BYTES
 ) -> int:
-    """The largest chunk, in rows, that fits the local store and stays within 96 KiB.
+    """The largest chunk, in rows, that fits the local store twice and stays within 96 KiB.
 
-    One block is a chunk even when it is larger than 96 KiB, as long as it fits the store. Raises
-    `ConfigError` when it does not.
+    One block is a chunk even when it is larger than that: its groups lie in the order in which they
+    are multiplied, so it can pass through the store in parts. Raises `ConfigError` when not even
+    that fits.
     """
     if rows <= 0:
         raise KernelError(f"rows must be positive, got {rows}")
-    least = local_store_need(kind, cols, BLOCK_ROWS)
-    if least > local_store_bytes:
-        raise ConfigError(
-            f"local_store_bytes {local_store_bytes} is too small: 16 rows of an {kind} matrix of "
-            f"{cols} columns need {least}",
-            remedy=f"set local_store_bytes to {least} or more",
-        )
+    if local_store_need(kind, cols, BLOCK_ROWS) > local_store_bytes:
+        least = streamed_need(kind, cols)
+        if least > local_store_bytes:
+            raise ConfigError(
+                f"local_store_bytes {local_store_bytes} is too small: 16 rows of an {kind} matrix "
+                f"of {cols} columns need {least}",
+                remedy=f"set local_store_bytes to {least} or more",
+            )
+        return BLOCK_ROWS
     blocks = min(num_blocks(rows), max(1, MAX_CHUNK_BYTES // block_bytes(kind, cols)))
     while local_store_need(kind, cols, blocks * BLOCK_ROWS) > local_store_bytes:
         blocks -= 1
     return blocks * BLOCK_ROWS
+
+
+def _beside_weights(cols: int, chunk_rows: int) -> int:
+    activations = align_up(cols + 8 * num_groups(cols), CHUNK_ALIGN)
+    return activations + align_up(4 * chunk_rows, CHUNK_ALIGN)

@@ -1,7 +1,8 @@
 """Calls the C kernel: builds its structs, gives it memory, turns its codes into errors.
 
 One call runs a whole layer group for a whole batch, with the GIL released. Importing this module
-raises ImportError when the kernel was not built (python -m shared.kernel.build).
+raises ImportError when the kernel was not built (python -m shared.kernel.build). Longer than other
+modules: every function of C that Python calls is called here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shared.kernel._native import ffi, lib
 from shared.kernel.arrays import (
     FLOAT32,
     INT32,
+    OPTIONAL_VECTORS,
     UINT16,
     check_array,
     check_slices,
@@ -86,6 +88,15 @@ class NativeGroup:
             c_layer.post_norm = _floats(layer.post_norm)
             for name in _MATRICES:
                 _fill_matrix(getattr(c_layer, name), getattr(layer, name))
+            for name in OPTIONAL_VECTORS:
+                if (vector := getattr(layer, name)) is not None:
+                    setattr(c_layer, name, _floats(vector))
+            if layer.rope is not None:
+                c_layer.rope_cos, c_layer.rope_sin = (
+                    _floats(layer.rope.cos),
+                    _floats(layer.rope.sin),
+                )
+            c_layer.window = layer.window
         self._group = self._make_group()
         self._embedding = _matrix_or_none(weights.embedding)
         self._head = _matrix_or_none(weights.head)
@@ -96,7 +107,10 @@ class NativeGroup:
         check_array("token ids", token_ids, INT32, (None,))
         out = np.empty((len(token_ids), matrix.cols), np.float32)
         ids = ffi.from_buffer("int32_t[]", token_ids)
-        self._check(lib.cp_embed(self._embedding, ids, len(token_ids), _floats(out), self._fault))
+        scale = self._weights.shape.embedding_scale
+        self._check(
+            lib.cp_embed(self._embedding, ids, len(token_ids), scale, _floats(out), self._fault)
+        )
         return out
 
     def forward(self, hidden: Float32, slices: Sequence[PagedSlice]) -> None:
@@ -141,6 +155,7 @@ class NativeGroup:
                 self._head,
                 _floats(weights.final_norm),
                 weights.shape.norm_eps,
+                weights.shape.logit_softcap,
                 _floats(hidden_rows),
                 num_rows,
                 _floats(out),
@@ -163,12 +178,12 @@ class NativeGroup:
                 "num_kv_heads": shape.num_kv_heads,
                 "head_dim": shape.head_dim,
                 "half_pairing": shape.half_pairing,
-                "num_positions": len(weights.rope_cos),
+                "num_positions": shape.num_positions,
                 "num_layers": len(weights.layers),
                 "norm_eps": shape.norm_eps,
                 "score_scale": shape.score_scale,
-                "rope_cos": _floats(weights.rope_cos),
-                "rope_sin": _floats(weights.rope_sin),
+                "score_softcap": shape.score_softcap,
+                "gelu_tanh": shape.gelu_tanh,
                 "layers": self._layers,
             },
         )
@@ -223,6 +238,25 @@ def exp(backend: NativeBackend, x: Float32) -> Float32:
     check_array("x", x, FLOAT32, (None,))
     out = np.empty_like(x)
     lib.cp_exp(backend.engine, _floats(x), _floats(out), x.size)
+    return out
+
+
+def gelu_mul(backend: NativeBackend, gate: Float32, up: Float32) -> Float32:
+    """The C kernel's gelu_tanh(gate) * up of flat arrays, a multiple of 32 long."""
+    check_array("gate", gate, FLOAT32, (None,))
+    check_array("up", up, FLOAT32, gate.shape)
+    if gate.size % 32:
+        raise KernelError(f"gate must have a multiple of 32 values, got {gate.size}")
+    out = gate.copy()
+    lib.cp_gelu_mul(backend.engine, _floats(out), _floats(up), out.size)
+    return out
+
+
+def softcap(x: Float32, cap: float) -> Float32:
+    """The C kernel's cap * tanh(x / cap) of a flat array."""
+    check_array("x", x, FLOAT32, (None,))
+    out = x.copy()
+    lib.cp_softcap(_floats(out), cap, out.size)
     return out
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shared.errors import KernelError
 from shared.kernel.matrix import Float32
-from shared.kernel.reference import F, dot8, exp_or_zero, from_half, sum8, to_half
+from shared.kernel.reference import F, dot8, exp_or_zero, from_half, softcap, sum8, to_half
 
 PAGE_POSITIONS = 16
 
@@ -29,10 +29,18 @@ def store_kv(
 
 
 def attention(
-    q: Float32, pages: Sequence[Page], layer: int, start_position: int, score_scale: float
+    q: Float32,
+    pages: Sequence[Page],
+    layer: int,
+    start_position: int,
+    score_scale: float,
+    *,
+    window: int = 0,
+    score_softcap: float = 0.0,
 ) -> Float32:
     """(T, H, hd): row t attends to positions 0..start_position + t, whose keys and values are in
-    the pages already. Raises `KernelError` when a score is not finite."""
+    the pages already; with a window to the last `window` of them. Raises `KernelError` when a score
+    is not finite."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pages[0].shape[1]
     shape = (num_rows, num_kv_heads, num_heads // num_kv_heads)
@@ -41,17 +49,26 @@ def attention(
     total = np.zeros(shape, np.float32)
     acc = np.zeros((*shape, head_dim), np.float32)
     positions = start_position + np.arange(num_rows)
-    for index in range((start_position + num_rows - 1) // PAGE_POSITIONS + 1):
+    first = max(0, start_position - window + 1) if window else 0
+    for index in range(
+        first // PAGE_POSITIONS, (start_position + num_rows - 1) // PAGE_POSITIONS + 1
+    ):
         base = index * PAGE_POSITIONS
         rows = slice(max(0, base - start_position), None)  # earlier rows end before this page
         keys, values = from_half(pages[index][layer]).transpose(1, 0, 2, 3)  # (K, 16, hd) each
-        present = positions[rows, None] >= base + np.arange(PAGE_POSITIONS)  # (n, 16)
-        scores = _scores(q[rows], keys, present, F(score_scale), rows.start)
+        others = base + np.arange(PAGE_POSITIONS)
+        present = positions[rows, None] >= others  # (n, 16)
+        if window:
+            present &= positions[rows, None] < others + window
+        scores = _scores(q[rows], keys, present, F(score_scale), score_softcap, rows.start)
         page_top = scores.max(axis=-1)
         rises = page_top > top[rows]
-        shift = np.where(rises, exp_or_zero(top[rows] - page_top), F(1))  # times 1 is exact
+        with np.errstate(invalid="ignore"):  # -inf - -inf, where it does not rise
+            shift = np.where(rises, exp_or_zero(top[rows] - page_top), F(1))  # times 1 is exact
         top[rows] = np.where(rises, page_top, top[rows])
-        p = np.where(present[:, None, None], exp_or_zero(scores - top[rows][..., None]), F(0))
+        with np.errstate(invalid="ignore"):  # of a row that sees nothing of the first pages
+            p = exp_or_zero(scores - top[rows][..., None])
+        p = np.where(present[:, None, None], p, F(0))
         total[rows] *= shift
         total[rows] += sum8(p)
         acc[rows] = _add_values(acc[rows] * shift[..., None], p, values, present)
@@ -64,6 +81,7 @@ def _scores(
     keys: Float32,
     present: npt.NDArray[np.bool_],
     score_scale: np.float32,
+    score_softcap: float,
     first_row: int,
 ) -> Float32:
     """(n, K, H/K, 16); -inf where a position is absent."""
@@ -73,7 +91,8 @@ def _scores(
     if not (np.isfinite(scores) | ~wanted).all():
         bad = ~(np.isfinite(scores) | ~wanted).all(axis=(1, 2, 3))
         raise KernelError(f"a score is not finite in row {first_row + int(np.argmax(bad))}")
-    return np.where(wanted, scores, F(-np.inf))
+    with np.errstate(over="ignore", invalid="ignore"):  # what is absent may be anything
+        return np.where(wanted, softcap(scores, score_softcap), F(-np.inf))
 
 
 def _add_values(

@@ -5,7 +5,6 @@ Sizes are checked where they are read (shared.model.layer_group) and again insid
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,16 +26,30 @@ class GroupShape:
     head_dim: int
     half_pairing: bool
     norm_eps: float
+    num_positions: int  # rows of the rope tables
+    score_scale: float  # a binary32
+    score_softcap: float = 0.0  # 0: none
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    gelu_tanh: bool = False  # else silu
 
-    @property
-    def score_scale(self) -> float:
-        """1/sqrt(head_dim) as the binary32 that scores are multiplied with."""
-        return float(np.float32(1.0 / math.sqrt(self.head_dim)))
+
+@dataclass(frozen=True, slots=True)
+class RopeTables:
+    """cos and sin of every position and pair, (num_positions, head_dim/2) each."""
+
+    cos: Float32
+    sin: Float32
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; norms are (D,)."""
+    """One decoder layer; norms are (D,), those of heads (hd,).
+
+    `rope` is None in a layer that does not rotate. With a `window` a row sees so many positions,
+    its own among them; with 0, all before it. Of biases, head norms and norms of what is added a
+    layer has all or none.
+    """
 
     input_norm: Float32
     q: PackedMatrix
@@ -47,6 +60,15 @@ class LayerWeights:
     gate: PackedMatrix
     up: PackedMatrix
     down: PackedMatrix
+    rope: RopeTables | None
+    window: int = 0
+    q_bias: Float32 | None = None  # (H * hd,)
+    k_bias: Float32 | None = None  # (K * hd,)
+    v_bias: Float32 | None = None
+    q_norm: Float32 | None = None
+    k_norm: Float32 | None = None
+    attention_out_norm: Float32 | None = None
+    mlp_out_norm: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +77,6 @@ class GroupWeights:
 
     shape: GroupShape
     layers: tuple[LayerWeights, ...]
-    rope_cos: Float32  # (positions, head_dim/2)
-    rope_sin: Float32
     embedding: PackedMatrix | None = None
     final_norm: Float32 | None = None
     head: PackedMatrix | None = None

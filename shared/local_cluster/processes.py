@@ -32,6 +32,15 @@ def rss_bytes_of(pid: int) -> int | None:
     return None
 
 
+def cpu_s_of(pid: int) -> float | None:
+    """Seconds of a core that a process has taken so far; None as `rss_bytes_of`."""
+    with suppress(OSError, IndexError, ValueError):
+        # The name, in brackets, may hold anything; utime and stime are fields 14 and 15 (proc(5)).
+        parts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
+    return None
+
+
 @dataclass(slots=True)
 class Member:
     """One place in the cluster and the process that fills it now."""

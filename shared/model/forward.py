@@ -15,12 +15,14 @@ from shared.errors import KernelError
 from shared.kernel.matrix import Float32
 from shared.kernel.reference import (
     embed,
+    gelu_tanh,
     matmul,
     quantize_activations,
     require_finite,
     rms_norm,
     rope,
     silu,
+    softcap,
 )
 from shared.kernel.reference_attention import attention, store_kv
 from shared.kernel.weights import GroupWeights, LayerWeights, Logits, PagedSlice
@@ -48,7 +50,7 @@ class ReferenceGroup:
         if outside.any():
             row = int(np.argmax(outside))
             raise KernelError(f"batch row {row}: a token id lies outside the vocabulary")
-        return embed(matrix, token_ids)
+        return embed(matrix, token_ids) * np.float32(self._weights.shape.embedding_scale)
 
     def forward(self, hidden: Float32, slices: Sequence[PagedSlice]) -> None:
         x = hidden
@@ -66,19 +68,25 @@ class ReferenceGroup:
         x = quantize_activations(self._norm(hidden_rows, weights.final_norm), terms=2)
         out = matmul(weights.head, x)
         require_finite(out)
+        out = softcap(out, weights.shape.logit_softcap)
         return Logits(out, np.argmax(out, axis=1).tolist())
 
     def _layer(
         self, index: int, layer: LayerWeights, x: Float32, slices: Sequence[PagedSlice]
     ) -> Float32:
         with np.errstate(over="ignore", invalid="ignore"):  # require_finite looks at every result
-            x = x + self._attention(index, layer, self._norm(x, layer.input_norm), slices)
-            x = x + self._mlp(layer, self._norm(x, layer.post_norm))
+            attended = self._attention(index, layer, self._norm(x, layer.input_norm), slices)
+            x = x + self._norm_if(attended, layer.attention_out_norm)
+            fed = self._mlp(layer, self._norm(x, layer.post_norm))
+            x = x + self._norm_if(fed, layer.mlp_out_norm)
         require_finite(x)
         return x
 
     def _norm(self, x: Float32, weight: Float32) -> Float32:
         return rms_norm(x, weight, self._weights.shape.norm_eps)
+
+    def _norm_if(self, x: Float32, weight: Float32 | None) -> Float32:
+        return x if weight is None else self._norm(x, weight)
 
     def _attention(
         self, index: int, layer: LayerWeights, y: Float32, slices: Sequence[PagedSlice]
@@ -86,15 +94,19 @@ class ReferenceGroup:
         shape = self._weights.shape
         x = quantize_activations(y, terms=2)
         q, k, v = matmul(layer.q, x), matmul(layer.k, x), matmul(layer.v, x)
+        if layer.q_bias is not None and layer.k_bias is not None and layer.v_bias is not None:
+            q, k, v = q + layer.q_bias, k + layer.k_bias, v + layer.v_bias
         for values in (q, k, v):
             require_finite(values)
-        positions = np.concatenate([s.start_position + np.arange(s.num_rows) for s in slices])
-        cos, sin = self._weights.rope_cos[positions], self._weights.rope_sin[positions]
         q = q.reshape(-1, shape.num_heads, shape.head_dim)  # (R, H, hd)
         k = k.reshape(-1, shape.num_kv_heads, shape.head_dim)  # (R, K, hd)
         v = v.reshape(k.shape)
-        q = rope(q, cos, sin, half_pairing=shape.half_pairing)
-        k = rope(k, cos, sin, half_pairing=shape.half_pairing)
+        q, k = self._norm_if(q, layer.q_norm), self._norm_if(k, layer.k_norm)
+        if layer.rope is not None:
+            positions = np.concatenate([s.start_position + np.arange(s.num_rows) for s in slices])
+            cos, sin = layer.rope.cos[positions], layer.rope.sin[positions]
+            q = rope(q, cos, sin, half_pairing=shape.half_pairing)
+            k = rope(k, cos, sin, half_pairing=shape.half_pairing)
         require_finite(k)
         out = np.empty_like(q)
         first = 0
@@ -102,7 +114,13 @@ class ReferenceGroup:
             rows = slice(first, first + part.num_rows)
             store_kv(part.pages, index, part.start_position, k[rows], v[rows])
             out[rows] = attention(
-                q[rows], part.pages, index, part.start_position, shape.score_scale
+                q[rows],
+                part.pages,
+                index,
+                part.start_position,
+                shape.score_scale,
+                window=layer.window,
+                score_softcap=shape.score_softcap,
             )
             first += part.num_rows
         return matmul(layer.o, quantize_activations(out.reshape(len(y), -1)))
@@ -111,4 +129,5 @@ class ReferenceGroup:
         x = quantize_activations(y)
         gate, up = matmul(layer.gate, x), matmul(layer.up, x)
         require_finite(gate)
-        return matmul(layer.down, quantize_activations(silu(gate) * up, terms=2))
+        activated = gelu_tanh(gate) if self._weights.shape.gelu_tanh else silu(gate)
+        return matmul(layer.down, quantize_activations(activated * up, terms=2))

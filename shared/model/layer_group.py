@@ -22,6 +22,7 @@ from shared.kernel.weights import (
     LayerWeights,
     Logits,
     PagedSlice,
+    RopeTables,
 )
 from shared.manifest import Manifest
 from shared.model.config import ModelConfig
@@ -53,7 +54,7 @@ class LayerGroup:
         self.config = config
         self.first_layer = first_layer
         self.end_layer = end_layer
-        self._num_positions = len(weights.rope_cos)
+        self._num_positions = weights.shape.num_positions
         self._kernel = backend.bind(weights)
 
     @classmethod
@@ -81,15 +82,14 @@ class LayerGroup:
                 f"{config.num_hidden_layers}"
             )
         shards = _Shards(manifest, read_shard)
-        half = config.head_dim // 2
-        tables = (config.max_position_embeddings, half)
+        ropes = _read_ropes(shards, config)
         tied = config.tie_word_embeddings
         vocab = (config.vocab_size, config.hidden_size)
         weights = GroupWeights(
             shape=_shape_of(config),
-            layers=tuple(_read_layer(shards, config, i) for i in range(first_layer, end_layer)),
-            rope_cos=shards.floats("rope", "cos", *tables),
-            rope_sin=shards.floats("rope", "sin", *tables),
+            layers=tuple(
+                _read_layer(shards, config, ropes, i) for i in range(first_layer, end_layer)
+            ),
             embedding=shards.matrix("embedding", "embed_tokens", *vocab) if first else None,
             final_norm=shards.vector("head", "norm", config.hidden_size) if last else None,
             head=_read_head(shards, *vocab, tied=tied) if last else None,
@@ -239,12 +239,39 @@ def _shape_of(config: ModelConfig) -> GroupShape:
         head_dim=config.head_dim,
         half_pairing=config.rope_pairing == "half",
         norm_eps=config.rms_norm_eps,
+        num_positions=config.max_position_embeddings,
+        score_scale=float(np.float32(config.score_scale)),
+        score_softcap=config.attention_softcap or 0.0,
+        logit_softcap=config.logit_softcap or 0.0,
+        embedding_scale=config.embedding_scale,
+        gelu_tanh=config.activation == "gelu_tanh",
     )
 
 
-def _read_layer(shards: _Shards, config: ModelConfig, index: int) -> LayerWeights:
+def _read_ropes(shards: _Shards, config: ModelConfig) -> dict[str | None, RopeTables | None]:
+    """The tables of a model by the name that `ModelConfig.rope_of` has for them."""
+    sizes = (config.max_position_embeddings, config.head_dim // 2)
+    return {None: None} | {
+        prefix: RopeTables(
+            shards.floats("rope", f"{prefix}cos", *sizes),
+            shards.floats("rope", f"{prefix}sin", *sizes),
+        )
+        for prefix in ("", *(("local_",) if config.has_local_rope else ()))
+    }
+
+
+def _read_layer(
+    shards: _Shards,
+    config: ModelConfig,
+    ropes: dict[str | None, RopeTables | None],
+    index: int,
+) -> LayerWeights:
     name = f"layer.{index}"
     d, inner = config.hidden_size, config.intermediate_size
+
+    def option(tensor: str, cols: int, *, has: bool) -> Float32 | None:
+        return shards.vector(name, tensor, cols) if has else None
+
     return LayerWeights(
         input_norm=shards.vector(name, "input_layernorm", d),
         q=shards.chunked(name, "q_proj", config.q_dim, d),
@@ -255,6 +282,15 @@ def _read_layer(shards: _Shards, config: ModelConfig, index: int) -> LayerWeight
         gate=shards.chunked(name, "gate_proj", inner, d),
         up=shards.chunked(name, "up_proj", inner, d),
         down=shards.chunked(name, "down_proj", d, inner),
+        rope=ropes[config.rope_of(index)],
+        window=config.window_of(index) or 0,
+        q_bias=option("q_bias", config.q_dim, has=config.qkv_bias),
+        k_bias=option("k_bias", config.kv_dim, has=config.qkv_bias),
+        v_bias=option("v_bias", config.kv_dim, has=config.qkv_bias),
+        q_norm=option("q_norm", config.head_dim, has=config.qk_norm),
+        k_norm=option("k_norm", config.head_dim, has=config.qk_norm),
+        attention_out_norm=option("attention_out_norm", d, has=config.post_norms),
+        mlp_out_norm=option("mlp_out_norm", d, has=config.post_norms),
     )
 
 

@@ -19,22 +19,23 @@ from shared.kernel.chunks import (
     matrix_bytes,
     num_blocks,
     num_chunks,
-    num_groups,
 )
 from shared.kernel.matrix import Float32, PackedMatrix, Unpacked
+from shared.quant.blocks import Int4Blocks, Int8Blocks
 
 Bytes = npt.NDArray[np.uint8]
 Half = npt.NDArray[np.float16]
 
-MAX_HALF = 65504.0
 
-
-def pack_int4(scale: Half, minimum: Half, nibbles: Bytes, chunk_rows: int) -> Bytes:
+def pack_int4(
+    scale: Half, minimum: Half, nibbles: Bytes, chunk_rows: int, *, out: Bytes | None = None
+) -> Bytes:
     """Chunks of an int4 matrix.
 
     scale and minimum are fp16 (R, G); nibbles is uint8 (R, G, 16), byte j of a group holding
-    element j low and element j + 16 high, as GGUF's Q4_0 and Q4_1 do. Returns uint8, aligned to 64.
-    Raises `ModelError` naming row and group for a scale or min that is not finite.
+    element j low and element j + 16 high, as GGUF's Q4_0 and Q4_1 do. Returns uint8, aligned to 64:
+    `out` if it is given, zeros of just the bytes that the chunks take. Raises `ModelError` naming
+    row and group for a scale or min that is not finite.
     """
     rows, groups = _check_shapes(scale, nibbles, 16)
     if minimum.shape != scale.shape:
@@ -42,7 +43,7 @@ def pack_int4(scale: Half, minimum: Half, nibbles: Bytes, chunk_rows: int) -> By
     check_finite("scale", scale)
     check_finite("min", minimum)
     cols = groups * GROUP
-    packed = aligned_zeros(matrix_bytes("int4", rows, cols, chunk_rows))
+    packed = _room(out, matrix_bytes("int4", rows, cols, chunk_rows))
     words = _words(nibbles)  # (R, G, 4)
     for first, blocks, out in _chunks_of(packed, "int4", rows, cols, chunk_rows):
         parts = out.view("<u4").reshape(blocks, groups, 5, BLOCK_ROWS)
@@ -54,12 +55,14 @@ def pack_int4(scale: Half, minimum: Half, nibbles: Bytes, chunk_rows: int) -> By
     return packed
 
 
-def pack_int8(scale: Half, q: npt.NDArray[np.int8], chunk_rows: int) -> Bytes:
+def pack_int8(
+    scale: Half, q: npt.NDArray[np.int8], chunk_rows: int, *, out: Bytes | None = None
+) -> Bytes:
     """Chunks of an int8 matrix: scale fp16 (R, G), q int8 (R, G, 32). Else as `pack_int4`."""
     rows, groups = _check_shapes(scale, q, GROUP)
     check_finite("scale", scale)
     cols = groups * GROUP
-    packed = aligned_zeros(matrix_bytes("int8", rows, cols, chunk_rows))
+    packed = _room(out, matrix_bytes("int8", rows, cols, chunk_rows))
     words = _words(q)  # (R, G, 8)
     scale_end = int8_scale_bytes(cols)
     for first, blocks, out in _chunks_of(packed, "int8", rows, cols, chunk_rows):
@@ -72,6 +75,20 @@ def pack_int8(scale: Half, q: npt.NDArray[np.int8], chunk_rows: int) -> Bytes:
         slabs = by_block[:, scale_end:].view("<u4").reshape(blocks, groups, 8, BLOCK_ROWS)
         slabs[:] = _by_block(words[first:stop]).transpose(0, 2, 3, 1)
     return packed
+
+
+def pack_blocks(
+    blocks: Int4Blocks | Int8Blocks, chunk_rows: int, *, out: Bytes | None = None
+) -> Bytes:
+    """Chunks of quantised rows. `out` and what is raised as for `pack_int4`.
+
+    Whole chunks of a matrix may be packed one after the other, each into its part of the whole.
+    """
+    match blocks:
+        case Int4Blocks(scale, minimum, nibbles):
+            return pack_int4(scale, minimum, nibbles, chunk_rows, out=out)
+        case Int8Blocks(scale, q):
+            return pack_int8(scale, q, chunk_rows, out=out)
 
 
 def unpack_int4(packed: Bytes, rows: int, cols: int, chunk_rows: int) -> tuple[Half, Half, Bytes]:
@@ -102,31 +119,20 @@ def dequantize(matrix: PackedMatrix) -> Float32:
     return weights.transpose(1, 0, 2).reshape(matrix.rows, matrix.cols)
 
 
-def quantize_int4(weights: Float32) -> tuple[Half, Half, Bytes]:
-    """Symmetric int4 of float32 (R, C): scale = max|w| / 7, q in -7..7 kept as q + 8 with
-    min = -8 * scale. Returns what `pack_int4` takes. Raises `ModelError` when a scale overflows."""
-    groups = _in_groups(weights)
-    scale = _half_scale(groups, 7.0)
-    q = _rounded(groups, scale, 7).astype(np.int16) + 8
-    with np.errstate(over="ignore"):
-        minimum = (-8.0 * scale.astype(np.float32)).astype(np.float16)
-    check_finite("min", minimum)
-    return scale, minimum, _nibbles(q.astype(np.uint8))
-
-
-def quantize_int8(weights: Float32) -> tuple[Half, npt.NDArray[np.int8]]:
-    """Symmetric int8 of float32 (R, C): scale = max|w| / 127. Returns what `pack_int8` takes."""
-    groups = _in_groups(weights)
-    scale = _half_scale(groups, 127.0)
-    return scale, _rounded(groups, scale, 127).astype(np.int8)
-
-
 def check_finite(what: str, values: Half) -> None:
     """Raise `ModelError` naming row and group if an fp16 (R, G) holds infinity or NaN."""
     bad = (np.ascontiguousarray(values).view(np.uint16) & 0x7C00) == 0x7C00
     if bad.any():
         row, group = (int(i) for i in np.argwhere(bad)[0])
         raise ModelError(f"{what} at row {row}, group {group} is {values[row, group]}")
+
+
+def _room(out: Bytes | None, num_bytes: int) -> Bytes:
+    if out is None:
+        return aligned_zeros(num_bytes)
+    if out.nbytes != num_bytes:
+        raise KernelError(f"the chunks take {num_bytes} bytes, out has {out.nbytes}")
+    return out
 
 
 def _check_shapes(scale: Half, values: npt.NDArray[np.generic], width: int) -> tuple[int, int]:
@@ -139,7 +145,9 @@ def _check_shapes(scale: Half, values: npt.NDArray[np.generic], width: int) -> t
 
 def _words(values: npt.NDArray[np.generic]) -> npt.NDArray[np.uint32]:
     """The bytes of each group as 32-bit words: what a slab keeps together for a row."""
-    words: npt.NDArray[np.uint32] = np.ascontiguousarray(values).view("<u4")
+    if values.strides[-1] != values.itemsize:
+        values = np.ascontiguousarray(values)
+    words: npt.NDArray[np.uint32] = values.view("<u4")
     return words
 
 
@@ -174,24 +182,3 @@ def _nibbles(q: Bytes) -> Bytes:
 
 def _to_half(values: Float32) -> Half:
     return np.ascontiguousarray(values).astype(np.float16)  # exact: they came from fp16
-
-
-def _in_groups(weights: Float32) -> Float32:
-    if weights.ndim != 2 or not np.isfinite(weights).all():
-        raise ModelError("weights must be a finite matrix of (rows, cols)")
-    return weights.astype(np.float32).reshape(len(weights), num_groups(weights.shape[1]), GROUP)
-
-
-def _half_scale(groups: Float32, steps: float) -> Half:
-    with np.errstate(over="ignore"):
-        scale: Half = (np.abs(groups).max(axis=2) / np.float32(steps)).astype(np.float16)
-    check_finite("scale", scale)
-    return scale
-
-
-def _rounded(groups: Float32, scale: Half, limit: int) -> Float32:
-    """q nearest to w / scale, with the scale as fp16 keeps it; 0 where it is 0."""
-    wide = scale.astype(np.float32)[:, :, None]
-    q = np.divide(groups, wide, out=np.zeros_like(groups), where=wide != 0)
-    clipped: Float32 = np.clip(np.rint(q), -limit, limit)
-    return clipped

@@ -3,7 +3,8 @@
 Templates are Jinja, from model files that others wrote: they run in Jinja's immutable sandbox, with
 the same options as Hugging Face's `apply_chat_template`, and what they take and make is bounded:
 rounds of loops and calls are counted, so that a template cannot keep a process for ever.
-`strftime_now` is left out on purpose, so that a prompt does not depend on the day.
+`strftime_now` is left out, so that a prompt does not depend on the day; a template that calls it
+without asking whether it is there gets one day that never changes.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.meta
 from jinja2 import nodes
+from jinja2.ext import Extension
 from jinja2.filters import do_format
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import ErrorCode, ModelError, RequestError
@@ -32,11 +36,24 @@ MAX_REPEAT = 1 << 16
 MAX_STEPS = 1 << 18  # a message takes about ten; all of them about a second
 
 _WIDTH = re.compile(r"\d{6}")
+_SAME_DAY = date(2024, 7, 26)  # the one that templates of Llama 3 have for when there is no clock
+_ASKS_FOR_CLOCK = re.compile(r"\bstrftime_now\s+is\s+(not\s+)?defined\b")
+_DATE_FORMAT = re.compile(r"(?:[^%]|%-?[aAbBdejmyY%])*")
 _ROUNDS, _CONCAT = "_rounds", "_concat"
 
 
 class _Refused(jinja2.TemplateError):
     """A template called `raise_exception`."""
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks what a model wrote, for training; here it is what is in it."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja's own declare it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -46,7 +63,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         self._renders = threading.local()  # steps left of what this thread renders
         for name, function in list(self.filters.items()):
@@ -158,6 +177,8 @@ class ChatTemplate:
         environment = self._environment = _Sandbox()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
+        if not _ASKS_FOR_CLOCK.search(source):
+            environment.globals["strftime_now"] = _same_day
         try:
             self._template = environment.from_string(source)
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -219,6 +240,12 @@ class ChatTemplate:
 
 def _raise_exception(message: str) -> NoReturn:
     raise _Refused(str(message)[:200])
+
+
+def _same_day(text: str) -> str:
+    if not _DATE_FORMAT.fullmatch(text):
+        raise jinja2.TemplateError(f"the date format {text[:40]!r} is not supported")
+    return _SAME_DAY.strftime(text)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

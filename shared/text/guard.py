@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import RequestError
@@ -17,13 +18,31 @@ from shared.errors import RequestError
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
-class Guard:
-    """`names` are the texts of control tokens, of at least two characters each."""
+# Unicode's White_Space, which is not quite Python's
+_SPACES = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*"
 
-    def __init__(self, names: Iterable[str]) -> None:
-        ordered = sorted((re.escape(name) for name in names if len(name) > 1), key=len)
-        longest_first = "|".join(reversed(ordered)) or r"(?!)"
+
+@dataclass(frozen=True, slots=True)
+class ControlName:
+    """The text of a control token, and whether it takes the white space left and right of it."""
+
+    text: str
+    left: bool = False
+    right: bool = False
+
+    def pattern(self) -> str:
+        left, right = (_SPACES if takes else "" for takes in (self.left, self.right))
+        return f"{left}{re.escape(self.text)}{right}"
+
+
+class Guard:
+    """`names` are those of control tokens; of less than two characters there can be none."""
+
+    def __init__(self, names: Iterable[ControlName]) -> None:
+        ordered = sorted((n for n in names if len(n.text) > 1), key=lambda n: len(n.text))[::-1]
+        longest_first = "|".join(re.escape(name.text) for name in ordered) or r"(?!)"
         self._name = re.compile(longest_first)
+        self._whole_name = re.compile("|".join(name.pattern() for name in ordered) or r"(?!)")
         self._first_char = re.compile(f"(?=(?:{longest_first}))(.)", re.DOTALL)
 
     def finds_any(self, value: Any) -> bool:
@@ -44,7 +63,7 @@ class Guard:
     def pieces(self, text: str, mark: str) -> Iterator[tuple[str, bool]]:
         """What a template made of marked texts: (piece, whether it is a control token)."""
         start = 0
-        for match in self._name.finditer(text):
+        for match in self._whole_name.finditer(text):
             if match.start() > start:
                 yield text[start : match.start()].replace(mark, ""), False
             yield match[0], True

@@ -65,17 +65,19 @@ def conversation_token_ids(
     _check_length(text, tokenizer, max_positions, param="messages")
     token_ids: list[int] = []
     for piece, is_special in guard.pieces(text, mark):
-        token_ids += tokenizer.encode(piece, parse_special=is_special)
+        token_ids += tokenizer.encode(piece, parse_special=is_special, continues=bool(token_ids))
     return tuple(token_ids)
 
 
 def text_token_ids(text: str, tokenizer: Tokenizer, *, max_positions: int) -> tuple[int, ...]:
     """Token ids of a raw prompt, in which names of control tokens are ordinary characters.
 
+    They begin with the beginning-of-sequence token if the model wants one.
+
     Raises `RequestError` for one that is too long for `max_positions` whatever its tokens are.
     """
     _check_length(text, tokenizer, max_positions, param="prompt")
-    return tuple(tokenizer.encode(text, parse_special=False))
+    return tuple(tokenizer.encode(text, parse_special=False, add_bos=True))
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:

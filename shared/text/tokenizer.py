@@ -1,8 +1,7 @@
 """Text to token ids and back. Knows no file format; the algorithm is Hugging Face `tokenizers`'.
 
-The tokenizer travels as a `tokenizer.json` document that is written here, not by the library, so
-that its bytes (and with them the model's digest) do not change with the library's version.
-Format: https://github.com/huggingface/tokenizers (models/bpe, `Tokenizer.from_str`).
+The tokenizer travels as a `tokenizer.json` document: that of the model's folder, or one that is
+made of a GGUF file's vocabulary or of a tiktoken file.
 """
 
 from __future__ import annotations
@@ -10,32 +9,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, assert_never
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as HfTokenizer
 
 from shared.errors import ModelError, RequestError
-from shared.text.guard import Guard
-from shared.text.token_bytes import token_table
-from shared.text.vocabulary import TokenType, Vocabulary
-
-DAMAGED_REMEDY = "the model file is damaged or its converter failed; fetch another"
-_SPECIAL_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN)
-
-# Pre-tokenizers by GGUF name, as `tokenizer.json` spells them. Only what was compared with the
-# original tokenizer is here: a wrong split gives wrong ids without any other sign.
-_BYTE_LEVEL = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": True,
-}
-_PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
-    "smollm": {
-        "type": "Sequence",
-        "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL],
-    },
-}
+from shared.text.guard import ControlName, Guard
+from shared.text.token_bytes import Spelling, token_table
+from shared.text.tokenizer_json import (
+    checked_document,
+    continued,
+    spelling_of,
+    strips_first_space,
+    without_control,
+)
+from shared.text.vocabulary import AnyVocabulary, TokenizerFile, Vocabulary
+from shared.text.vocabulary_json import DAMAGED_REMEDY, vocabulary_json
 
 
 class Tokenizer:
@@ -45,33 +35,58 @@ class Tokenizer:
         """`document` is what `to_json` holds; raises `ModelError` for anything else."""
         try:
             self._document = document
-            self._tokenizer = HfTokenizer.from_str(json.dumps(document["tokenizer"]))
+            self._parts: dict[str, Any] = document["tokenizer"]
+            self._tokenizer = _load(self._parts)
             self.add_bos = bool(document["add_bos"])
             self.bos_token_id: int | None = document["bos_token_id"]
             self.eos_token_id: int | None = document["eos_token_id"]
-            model, added = document["tokenizer"]["model"], document["tokenizer"]["added_tokens"]
-            table = self.token_table = token_table(model["vocab"], added)
+            added = self._parts["added_tokens"]
+            table = self.token_table = token_table(
+                self._parts["model"]["vocab"],
+                added,
+                Spelling(document.get("spelling", Spelling.BYTE_LEVEL)),
+                vocab_size=document.get("vocab_size", 0),
+            )
             self._token_bytes, self._special_ids = table.tokens, table.special_ids
+            self._control_ids = table.special_ids - _unknown_ids(self._parts["model"])
+            self._strips_first_space = strips_first_space(self._parts)
+        except ModelError:
+            raise
         except Exception as error:
             raise ModelError(
                 f"the tokenizer cannot be read: {error!s:.200}", remedy=DAMAGED_REMEDY
             ) from error
 
     @classmethod
-    def from_vocabulary(cls, vocabulary: Vocabulary) -> Tokenizer:
-        """Build from a model file's vocabulary.
+    def from_vocabulary(cls, vocabulary: AnyVocabulary) -> Tokenizer:
+        """Build from a model file's vocabulary or tokenizer file.
 
         Raises `ModelError` for a tokenizer model or pre-tokenizer that is not supported, and for
-        merges that do not fit the tokens.
+        tokens, merges or ids that do not fit each other or the model.
         """
-        return cls(
-            {
-                "tokenizer": _tokenizer_json(vocabulary),
-                "add_bos": vocabulary.add_bos,
-                "bos_token_id": vocabulary.bos_token_id,
-                "eos_token_id": vocabulary.eos_token_id,
-            }
-        )
+        match vocabulary:
+            case Vocabulary():
+                parts, spelling = vocabulary_json(vocabulary)
+                vocab_size = len(vocabulary.tokens)
+            case TokenizerFile():
+                vocab_size = vocabulary.vocab_size
+                parts = checked_document(vocabulary.document, vocab_size)
+                spelling = spelling_of(parts)
+            case _:
+                assert_never(vocabulary)
+        document = {
+            "tokenizer": parts,
+            "add_bos": vocabulary.add_bos,
+            "bos_token_id": vocabulary.bos_token_id,
+            "eos_token_id": vocabulary.eos_token_id,
+        }
+        if spelling is not Spelling.BYTE_LEVEL:
+            document = {"spelling": spelling.value, **document}  # first: `read_token_table`
+        if isinstance(vocabulary, TokenizerFile):
+            document["vocab_size"] = vocab_size
+        tokenizer = cls(document)
+        tokenizer._check(vocab_size)
+        return tokenizer
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Tokenizer:
@@ -103,30 +118,41 @@ class Tokenizer:
     @cached_property
     def guard(self) -> Guard:
         """Tells the names of control tokens in what users wrote from those of templates."""
-        return Guard(self.token_text(token_id) for token_id in sorted(self._special_ids))
+        return Guard(
+            ControlName(token["content"], left=token["lstrip"], right=token["rstrip"])
+            for token in self._parts["added_tokens"]
+            if token["special"]
+        )
 
-    def encode(self, text: str, *, parse_special: bool, add_bos: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, parse_special: bool, add_bos: bool = False, continues: bool = False
+    ) -> list[int]:
         """Token ids of a text.
 
         With `parse_special` false, the names of control tokens in the text are ordinary
         characters: use it for what a user wrote. `add_bos` puts the beginning-of-sequence token
-        first if the model wants one and the text does not begin with it. Raises `RequestError` for
-        text that is not valid Unicode (lone surrogates).
+        first if the model wants one and the text does not begin with it. `continues` says that
+        other tokens of the same prompt stand before. Raises `RequestError` for text that is not
+        valid Unicode (lone surrogates).
         """
-        tokenizer = self._tokenizer if parse_special else self._plain_tokenizer
-        try:
-            ids = list(tokenizer.encode(text, add_special_tokens=False).ids)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError("the text holds a lone surrogate and is no valid Unicode") from error
+        if parse_special:
+            ids = list(_encoded(self._whole(continues), text).ids)
+        else:
+            ids = self._plain_ids(text, continues)
         if add_bos and self.add_bos and self.bos_token_id is not None:
             ids = ids if ids[:1] == [self.bos_token_id] else [self.bos_token_id, *ids]
         return ids
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD. Raises `RequestError` for an
-        id outside the vocabulary."""
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True, whole: bool = False) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD.
+
+        `whole` says that they begin a text, and not amid one as an answer does: the space is left
+        out that some tokenizers put before a text. Raises `RequestError` for an id outside the
+        vocabulary.
+        """
         parts = (self.token_bytes(i, skip_special=skip_special) for i in ids)
-        return b"".join(parts).decode("utf-8", errors="replace")
+        text = b"".join(parts).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if whole and self._strips_first_space else text
 
     def token_bytes(self, token_id: int, *, skip_special: bool = True) -> bytes:
         """The bytes that a token stands for: b"" for a control token that is skipped."""
@@ -144,76 +170,84 @@ class Tokenizer:
             return ""
         return self.token_bytes(token_id, skip_special=False).decode("utf-8", errors="replace")
 
+    def _plain_ids(self, text: str, continues: bool) -> list[int]:
+        ids = list(_encoded(self._plain(continues), text).ids)
+        if not self._control_ids.isdisjoint(ids):  # never yet: `without_control` is to see to it
+            name = self.token_text(next(i for i in ids if i in self._control_ids))
+            raise RequestError(f"the text cannot be told from the control token {name!r:.60}")
+        return ids
+
+    def _whole(self, continues: bool) -> HfTokenizer:
+        return (self._continued if continues else None) or self._tokenizer
+
+    def _plain(self, continues: bool) -> HfTokenizer:
+        return (self._plain_continued if continues else None) or self._plain_tokenizer
+
+    # Instances of their own: the library's switch is mutable state that threads would share.
+
     @cached_property
     def _plain_tokenizer(self) -> HfTokenizer:
-        # A second instance: the library's switch for this is mutable state that threads would share
-        document = self._document["tokenizer"]
-        added = [token for token in document["added_tokens"] if not token["special"]]
-        return HfTokenizer.from_str(json.dumps({**document, "added_tokens": added}))
+        return _load(without_control(self._parts), special_as_text=True)
+
+    @cached_property
+    def _continued(self) -> HfTokenizer | None:
+        parts = continued(self._parts)
+        return None if parts is None else _load(parts)
+
+    @cached_property
+    def _plain_continued(self) -> HfTokenizer | None:
+        parts = continued(self._parts)
+        return None if parts is None else _load(without_control(parts), special_as_text=True)
+
+    def _check(self, vocab_size: int) -> None:
+        """Refuse what the library numbers in another way than the document."""
+        for token in self._parts["added_tokens"]:
+            found = self._tokenizer.token_to_id(token["content"])
+            if found != token["id"]:
+                raise ModelError(
+                    f"the tokenizer cannot be used: its added token {token['content']!r:.60} has "
+                    f"id {token['id']}, and would get {found}",
+                    remedy=DAMAGED_REMEDY,
+                )
+        for name, token_id in (("bos", self.bos_token_id), ("eos", self.eos_token_id)):
+            if token_id is not None and not 0 <= token_id < vocab_size:
+                raise ModelError(
+                    f"the tokenizer's {name} token is {token_id}, and the model has {vocab_size}",
+                    remedy=DAMAGED_REMEDY,
+                )
 
 
-def _tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:
-    if vocabulary.model != "gpt2":
+def _load(parts: dict[str, Any], *, special_as_text: bool = False) -> HfTokenizer:
+    try:
+        tokenizer = HfTokenizer.from_str(json.dumps(parts))
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         raise ModelError(
-            f"tokenizer model {vocabulary.model!r:.40} is not supported; supported: gpt2",
-            remedy="give a model with a byte-level BPE tokenizer",
-        )
-    pre_tokenizer = _PRE_TOKENIZERS.get(vocabulary.pre)
-    if pre_tokenizer is None:
-        raise ModelError(
-            f"pre-tokenizer {vocabulary.pre!r:.40} is not supported; "
-            f"supported: {', '.join(_PRE_TOKENIZERS)}",
-            remedy="give a model whose tokenizer is supported",
-        )
-    vocab = {token: i for i, token in enumerate(vocabulary.tokens)}
-    if len(vocab) != len(vocabulary.tokens):
-        raise ModelError(
-            f"the vocabulary names {len(vocabulary.tokens) - len(vocab)} tokens twice",
-            remedy=DAMAGED_REMEDY,
-        )
-    added = [
-        _added_token(i, vocabulary.tokens[i], special=kind in _SPECIAL_TYPES)
-        for i, kind in enumerate(vocabulary.token_types)
-        if kind in (*_SPECIAL_TYPES, TokenType.USER_DEFINED)
-    ]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": _BYTE_LEVEL,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocab,
-            "merges": [_merge(text) for text in vocabulary.merges],
-        },
-    }
+            f"the tokenizer cannot be read: {error!s:.200}", remedy=DAMAGED_REMEDY
+        ) from error
+    tokenizer.encode_special_tokens = special_as_text
+    return tokenizer
 
 
-def _merge(text: str) -> list[str]:
-    left, space, right = text.partition(" ")
-    if not (left and space and right) or " " in right:
-        raise ModelError(f"tokenizer merge {text!r:.60} is no pair", remedy=DAMAGED_REMEDY)
-    return [left, right]
+def _encoded(tokenizer: HfTokenizer, text: str) -> Encoding:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except (UnicodeEncodeError, TypeError) as error:
+        raise RequestError("the text holds a lone surrogate and is no valid Unicode") from error
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        raise RequestError(f"the model's tokenizer fails at the text: {error!s:.100}") from error
 
 
-def _added_token(token_id: int, content: str, *, special: bool) -> dict[str, Any]:
-    return {
-        "id": token_id,
-        "content": content,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": special,
-    }
+def _is_panic(error: BaseException) -> bool:
+    """The library's panics are no `Exception`: they would end a process that a text is sent to."""
+    return type(error).__name__ == "PanicException"
+
+
+def _unknown_ids(model: dict[str, Any]) -> frozenset[int]:
+    """The token for what has none: users may write that, and it controls nothing."""
+    is_unigram = model["type"] == "Unigram"
+    found = model.get("unk_id") if is_unigram else model["vocab"].get(model.get("unk_token"))
+    return frozenset() if found is None else frozenset({found})

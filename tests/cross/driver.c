@@ -49,6 +49,13 @@ static float *floats(size_t n)
     return out;
 }
 
+/* Their number, then they themselves; NULL for none. */
+static float *optional_floats(void)
+{
+    size_t n = (size_t)number();
+    return n ? floats(n) : NULL;
+}
+
 static cp_matrix matrix(void)
 {
     cp_matrix m;
@@ -88,6 +95,7 @@ typedef struct {
     cp_group group;
     cp_layer layers[8];
     cp_matrix head;
+    float logit_softcap;
     float *final_norm, *hidden, *want_hidden, *want_logits;
     int32_t *want_largest;
     int32_t num_rows[2], pages_each;
@@ -108,12 +116,12 @@ static model *read_model(void)
     g->half_pairing = number();
     g->num_positions = number();
     g->num_layers = number();
+    g->gelu_tanh = number();
     g->norm_eps = *floats(1);
     g->score_scale = *floats(1);
+    g->score_softcap = *floats(1);
+    t->logit_softcap = *floats(1);
     d = (size_t)g->hidden_size;
-    n = (size_t)g->num_positions * (size_t)(g->head_dim / 2);
-    g->rope_cos = floats(n);
-    g->rope_sin = floats(n);
     for (i = 0; i < (size_t)g->num_layers; i++) {
         cp_layer *l = &t->layers[i];
         l->input_norm = floats(d);
@@ -125,6 +133,16 @@ static model *read_model(void)
         l->gate = matrix();
         l->up = matrix();
         l->down = matrix();
+        l->window = number();
+        l->q_bias = optional_floats();
+        l->k_bias = optional_floats();
+        l->v_bias = optional_floats();
+        l->q_norm = optional_floats();
+        l->k_norm = optional_floats();
+        l->attention_out_norm = optional_floats();
+        l->mlp_out_norm = optional_floats();
+        l->rope_cos = optional_floats();
+        l->rope_sin = optional_floats();
     }
     g->layers = t->layers;
     t->final_norm = floats(d);
@@ -177,8 +195,8 @@ static void test_model(cp_engine *engine, int32_t path, int32_t threads, const m
     logits_bytes = (size_t)rows * (size_t)t->head.rows * sizeof(float);
     logits = room(logits_bytes);
     size = cp_logits_scratch(engine, &t->head, rows);
-    code = cp_logits(engine, &t->head, t->final_norm, t->group.norm_eps, t->want_hidden, rows,
-                     logits, largest, room((size_t)size), size, &fault);
+    code = cp_logits(engine, &t->head, t->final_norm, t->group.norm_eps, t->logit_softcap,
+                     t->want_hidden, rows, logits, largest, room((size_t)size), size, &fault);
     check("logits", path, threads, code, logits, t->want_logits, logits_bytes);
     check("largest logits", path, threads, code, largest, t->want_largest,
           (size_t)rows * sizeof(int32_t));

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from shared.kernel import reference
+from shared.kernel.arrays import OPTIONAL_VECTORS
 from shared.kernel.matrix import Float32, PackedMatrix
 from shared.kernel.weights import GroupWeights, PagedSlice
 from shared.model.backend import pick_backend
 from shared.model.kv_cache import SequenceCache
 from shared.model.layer_group import LayerGroup
 from tests.kernel_values import random_activations, random_matrix
+from tests.model.test_layer_group import ALL_OPTIONS
 from tests.tiny_model import tiny_model
 
 KINDS = {"int4": 1, "int8": 2}
@@ -38,6 +40,10 @@ def ints(*values: int) -> bytes:
 
 def floats(array: Float32) -> bytes:
     return array.astype("<f4").tobytes()
+
+
+def single(*values: float) -> bytes:
+    return floats(np.array(values, np.float32))
 
 
 def packed(m: PackedMatrix) -> bytes:
@@ -81,14 +87,19 @@ def model_case(seed: int, **changes: object) -> bytes:
     assert w.head is not None
     parts = [
         ints(2, shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads),
-        ints(shape.head_dim, shape.half_pairing, len(w.rope_cos), len(w.layers)),
-        floats(np.array([shape.norm_eps, shape.score_scale], np.float32)),
-        floats(w.rope_cos),
-        floats(w.rope_sin),
+        ints(shape.head_dim, shape.half_pairing, shape.num_positions, len(w.layers)),
+        ints(shape.gelu_tanh),
+        single(shape.norm_eps, shape.score_scale, shape.score_softcap, shape.logit_softcap),
     ]
     for layer in w.layers:
         parts += [floats(layer.input_norm), floats(layer.post_norm)]
         parts += [packed(getattr(layer, name)) for name in MATRICES]
+        parts.append(ints(layer.window))
+        rope = layer.rope
+        vectors = [getattr(layer, name) for name in OPTIONAL_VECTORS]
+        vectors += [None, None] if rope is None else [rope.cos, rope.sin]
+        for vector in vectors:
+            parts += [ints(0)] if vector is None else [ints(vector.size), floats(vector)]
     parts += [floats(w.final_norm), packed(w.head), ints(*NUM_ROWS, PAGES_EACH)]
     head = bound.head(want)
     parts += [floats(hidden), floats(want), floats(head.values), ints(*head.largest)]
@@ -105,4 +116,5 @@ def write_vectors(path: Path) -> None:
     cases = [matmul_case(seed) for seed in range(12)]
     cases.append(model_case(1, num_hidden_layers=2))
     cases.append(model_case(2, num_hidden_layers=1, rope_pairing="half", num_key_value_heads=4))
+    cases.append(model_case(3, num_hidden_layers=4, **ALL_OPTIONS))
     path.write_bytes(b"".join(cases) + ints(0))

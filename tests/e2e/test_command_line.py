@@ -15,6 +15,7 @@ import pytest
 
 from services.cli.app import PANELS
 from tests.gguf_files import write_gguf
+from tests.hf_folders import write_folder
 from tests.processes import CELLPIPE, REPO, cellpipe, environment
 
 
@@ -129,6 +130,26 @@ def test_a_dry_run_that_fits_no_worker_fails_and_says_what_would_fit(
     assert "workers with --memory 86MiB" in small.stderr
     assert "--groups" not in small.stderr  # no number of them would do
     assert json.loads(as_json.stdout)["groups_that_fit"] is None
+
+
+def test_a_folder_of_hugging_face_runs_and_one_that_cannot_is_refused_before_it_is_packed(
+    tmp_path: Path,
+) -> None:
+    folder = write_folder(tmp_path / "Tiny", architectures=["Qwen3ForCausalLM"])
+    settings = {"CELLPIPE_CACHE_DIR": str(tmp_path / "cache")}
+
+    result = cellpipe(
+        "run", "--model", str(folder), "--raw", "hello", "-n", "3", "--json", settings=settings
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_experts": 8}))
+    (tmp_path / "cache").rename(tmp_path / "gone")
+    refused = cellpipe("load", str(folder), "--dry-run", settings=settings)
+
+    assert json.loads(result.stdout)["model"].startswith("tiny@")
+    assert refused.returncode == 1
+    assert "num_experts: mixtures of experts are not supported" in refused.stderr
+    assert not list((tmp_path / "cache").rglob("*.shard"))
 
 
 def test_a_full_disk_is_said_in_one_line(tiny: tuple[str, dict[str, str]]) -> None:

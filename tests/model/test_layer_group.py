@@ -13,10 +13,27 @@ from shared.errors import KernelError, KvMissing
 from shared.manifest import TensorKind
 from shared.model.kv_cache import SequenceCache
 from shared.model.layer_group import LayerGroup, SequenceSlice
+from shared.model.rope import RopeScaling
 from tests.kernel_backends import every_backend, every_path, load_group, native_paths
 from tests.tiny_model import TinyModel, tiny_model
 
 NUM_TOKENS = 37
+ALL_OPTIONS: dict[str, object] = {
+    "rope_pairing": "half",
+    "activation": "gelu_tanh",
+    "qkv_bias": True,
+    "qk_norm": True,
+    "post_norms": True,
+    "embedding_scale": 8.0,
+    "attention_scale": 0.2,
+    "attention_softcap": 5.0,
+    "logit_softcap": 3.0,
+    "sliding_window": 13,
+    "sliding_layers": (0, 1, 3),
+    "local_rope_theta": 500.0,
+    "rope_free_layers": (1,),
+    "rope_scaling": RopeScaling("linear", 4.0),
+}
 VARIANTS: dict[str, dict[str, object]] = {
     "tied": {},
     "half pairing, untied, int8": {
@@ -27,6 +44,19 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
     "one wide kv head": {"num_key_value_heads": 1, "head_dim": 96, "hidden_size": 160},
     "every head its own kv, narrow": {"num_key_value_heads": 4, "head_dim": 8},
+    "biases and norms of heads": {"qkv_bias": True, "qk_norm": True},
+    "norms of what is added, gelu": {"post_norms": True, "activation": "gelu_tanh"},
+    "a window of one page": {"sliding_window": 16, "sliding_layers": (0, 1, 2, 3)},
+    "a window across pages, one kv head": {
+        "sliding_window": 21,
+        "sliding_layers": (1, 3),
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    },
+    "a window of one position": {"sliding_window": 1, "sliding_layers": (2,)},
+    "soft caps": {"attention_softcap": 0.7, "logit_softcap": 0.5},
+    "layers without rope": {"rope_free_layers": (0, 3), "attention_scale": 0.3},
+    "all options": ALL_OPTIONS,
 }
 
 
@@ -41,9 +71,9 @@ def run_whole(group: LayerGroup, tokens: np.ndarray) -> tuple[np.ndarray, bytes]
     return hidden, cache.export_rows(0, len(tokens))
 
 
-@pytest.fixture(scope="module")
-def model() -> TinyModel:
-    return tiny_model()
+@pytest.fixture(scope="module", params=["a llama", "all options"])
+def model(request: pytest.FixtureRequest) -> TinyModel:
+    return tiny_model() if request.param == "a llama" else tiny_model(5, **ALL_OPTIONS)  # type: ignore[arg-type]
 
 
 @pytest.fixture(

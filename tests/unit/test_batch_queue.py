@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler.limits import SchedulerLimits
-from services.scheduler.waiting_room import KvBudget
 from shared import codec
+from shared.kv_budget import KvBudget
 from shared.messages import FinishReason, Request
 from shared.topology import BATCH_QUEUE, REQUESTS_QUEUE, control_queues
 from tests.rig import Rig, assert_answers

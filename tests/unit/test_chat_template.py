@@ -135,3 +135,33 @@ def test_more_messages_than_positions_are_refused_unrendered() -> None:
 
     with pytest.raises(RequestError, match="256 messages, and the model holds 256 positions"):
         chat_token_ids(messages, rig_tokenizer(), Unused(CHAT_TEMPLATE), max_positions=256)
+
+
+def test_what_a_template_marks_for_training_is_printed() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{%- generation %}[{{ m.content }}]{% endgeneration %}{% endfor %}"
+    )
+
+    assert template.render(HELLO * 2) == "[Hello][Hello]"
+    with pytest.raises(ModelError, match="endgeneration"):
+        ChatTemplate("{% generation %}x")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        # SmolLM3 calls it whether it is there or not
+        ('{%- set today = strftime_now("%d %B %Y") -%}{{ today }}', "26 July 2024"),
+        # Llama 3.2 asks
+        ("{% if strftime_now is defined %}now{% else %}26 Jul 2024{% endif %}", "26 Jul 2024"),
+        ("{% if not strftime_now is defined %}26 Jul 2024{% endif %}", "26 Jul 2024"),
+    ],
+)
+def test_a_prompt_does_not_depend_on_the_day(source: str, expected: str) -> None:
+    assert ChatTemplate(source).render(HELLO) == expected
+
+
+@pytest.mark.parametrize("text", ["%99999d", "%s", "%", "%E"])
+def test_a_date_format_that_is_no_plain_one_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="date format"):
+        ChatTemplate("{{ strftime_now(" + repr(text) + ") }}").render(HELLO)

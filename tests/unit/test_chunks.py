@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shared.errors import ConfigError, KernelError
 from shared.kernel.chunks import (
     BLOCK_ROWS,
+    DEFAULT_LOCAL_STORE_BYTES,
     MAX_CHUNK_BYTES,
     block_bytes,
     choose_chunk_rows,
@@ -17,6 +18,7 @@ from shared.kernel.chunks import (
     matrix_bytes,
     num_blocks,
     num_chunks,
+    streamed_need,
 )
 
 KINDS = st.sampled_from(["int4", "int8"])
@@ -28,12 +30,12 @@ STORES = st.integers(64, 512).map(lambda kib: 1024 * kib)
 def test_a_chosen_chunk_fits_the_store_and_no_larger_one_would(
     kind: str, rows: int, cols: int, store: int
 ) -> None:
-    if local_store_need(kind, cols, BLOCK_ROWS) > store:
-        with pytest.raises(ConfigError, match="local_store_bytes"):
-            choose_chunk_rows(kind, rows, cols, local_store_bytes=store)
-        return
-
     chunk_rows = choose_chunk_rows(kind, rows, cols, local_store_bytes=store)
+
+    if local_store_need(kind, cols, BLOCK_ROWS) > store:
+        assert chunk_rows == BLOCK_ROWS
+        assert streamed_need(kind, cols) <= store
+        return
 
     assert chunk_rows % BLOCK_ROWS == 0
     assert local_store_need(kind, cols, chunk_rows) <= store
@@ -75,11 +77,18 @@ def test_one_block_may_be_larger_than_96_kib_if_the_store_takes_it_twice() -> No
     assert choose_chunk_rows("int4", 4096, 11008) == 16
 
 
-def test_a_row_block_too_large_for_the_store_is_refused_with_a_remedy() -> None:
-    with pytest.raises(ConfigError, match="262144 is too small") as caught:
-        choose_chunk_rows("int4", 4096, 14336)
+@pytest.mark.parametrize(("kind", "cols"), [("int4", 14336), ("int8", 11008), ("int8", 29568)])
+def test_a_row_block_too_large_for_the_store_passes_through_in_parts(kind: str, cols: int) -> None:
+    assert local_store_need(kind, cols, BLOCK_ROWS) > DEFAULT_LOCAL_STORE_BYTES
 
-    assert "local_store_bytes" in caught.value.remedy
+    assert choose_chunk_rows(kind, 4096, cols) == BLOCK_ROWS
+
+
+def test_a_store_that_takes_no_part_of_a_block_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ConfigError, match="16384 is too small") as caught:
+        choose_chunk_rows("int4", 4096, 14336, local_store_bytes=1 << 14)
+
+    assert f"set local_store_bytes to {streamed_need('int4', 14336)}" in caught.value.remedy
 
 
 @pytest.mark.parametrize("cols", [0, -32, 33])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import tracemalloc
 from pathlib import Path
 
 import gguf
@@ -118,14 +119,31 @@ def test_container_agrees_with_the_gguf_package(tiny_file: Path) -> None:
 
 
 WRONG_MODELS = {
-    "architecture": (TinyModel(architecture="mamba"), "'mamba'; supported: llama"),
-    "experts": (TinyModel(metadata={"llama.expert_count": 8}), "expert_count"),
-    "yarn": (TinyModel(metadata={"llama.rope.scaling.type": "yarn"}), "rope scaling .yarn."),
-    "rope_freqs": (
-        TinyModel(tensors={"rope_freqs.weight": (np.ones(8), "F32")}),
-        "rope scaling .rope_freqs.weight.",
+    "a part": (
+        TinyModel(metadata={"split.count": 3, "split.no": 1}),
+        "it is part 2 of 3 of a model that was split",
     ),
-    "partial rope": (TinyModel(metadata={"llama.rope.dimension_count": 8}), "dimension_count 8"),
+    "architecture": (TinyModel(architecture="mamba"), "'mamba'; supported: .*llama"),
+    "experts": (TinyModel(metadata={"llama.expert_count": 8}), "expert_count"),
+    "dynamic rope": (
+        TinyModel(
+            metadata={"llama.rope.scaling.type": "dynamic", "llama.rope.scaling.factor": 2.0}
+        ),
+        "rope scaling 'dynamic' is not supported",
+    ),
+    "yarn without factor": (
+        TinyModel(metadata={"llama.rope.scaling.type": "yarn"}),
+        "llama.rope.scaling.factor is missing",
+    ),
+    "too few rope factors": (
+        TinyModel(tensors={"rope_freqs.weight": (np.ones(7), "F32")}),
+        "7 entries, a head has 8 pairs",
+    ),
+    "a rope factor of zero": (
+        TinyModel(tensors={"rope_freqs.weight": (np.zeros(8), "F32")}),
+        "short_factors must lie in",
+    ),
+    "odd rope": (TinyModel(metadata={"llama.rope.dimension_count": 7}), "rope_dim must be even"),
     "value length": (TinyModel(metadata={"llama.attention.value_length": 8}), "value_length 8"),
     "missing key": (TinyModel(metadata={"llama.context_length": removed()}), "context_length"),
     "wrong key type": (TinyModel(metadata={"llama.block_count": "two"}), "block_count must be int"),
@@ -152,13 +170,9 @@ WRONG_MODELS = {
         TinyModel(tensors={"blk.0.attn_k.weight": (np.ones((64, 64)), "Q8_0")}),
         "attn_k.weight has shape",
     ),
-    "f16 matrix": (
-        TinyModel(tensors={"blk.0.attn_k.weight": (np.ones((32, 64)), "F16")}),
-        "attn_k.weight has type F16; accepted here: Q4_0, Q4_1, Q8_0",
-    ),
-    "f16 norm": (
-        TinyModel(tensors={"blk.0.attn_norm.weight": (np.ones(64), "F16")}),
-        "attn_norm.weight has type F16; accepted here: F32",
+    "another quantisation": (
+        TinyModel(tensors={"blk.0.attn_k.weight": (np.zeros((32, 256)), "TQ1_0")}),
+        "attn_k.weight has",
     ),
     "too few tokens": (TinyModel(metadata={"tokenizer.ggml.tokens": ["a", "b"]}), "2 tokens"),
     "eos outside": (TinyModel(metadata={"tokenizer.ggml.eos_token_id": 99_999}), "99999"),
@@ -189,7 +203,7 @@ def q4_blocks(rows: int, cols: int, scale: float, *, kind: str) -> np.ndarray:
     [
         ("Q4_1", np.nan, "attn_k.weight holds NaN or infinity"),
         ("Q4_1", np.inf, "attn_k.weight holds NaN or infinity"),
-        ("Q4_0", 8200.0, "attn_k.weight has a scale whose minimum overflows fp16"),
+        ("Q4_0", 8200.0, "attn_k.weight has a scale or a minimum that overflows fp16"),
         ("Q4_0", np.nan, "attn_k.weight holds NaN or infinity"),
     ],
 )
@@ -217,7 +231,11 @@ def test_a_norm_with_nan_is_refused(tmp_path: Path) -> None:
     ("content", "named"),
     [
         (b"", "cannot be read"),
-        (b"PK\x03\x04" + bytes(100), "magic"),
+        (b"nothing known" * 9, "magic"),
+        (b"PK\x03\x04" + bytes(100), "zip archive, as torch.save writes"),
+        (b"\x80\x02}q\x00" + bytes(100), "pickle, which can run code"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+        (bytes(8) + b'{"a":{}}', "magic"),
         (b"GGUF" + struct.pack("<I", 1) + bytes(100), "version 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(100), "big-endian"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "number of tensors"),
@@ -264,6 +282,40 @@ def test_every_truncation_is_refused(tmp_path: Path, tiny_file: Path) -> None:
             read_gguf(path)
 
 
+def test_tensors_that_overlap_are_refused(tmp_path: Path, tiny_file: Path) -> None:
+    """Else a small file could stand for any number of large tensors."""
+    content = bytearray(tiny_file.read_bytes())
+    name = b"blk.0.attn_k.weight"
+    # name, number of dimensions, two sizes, type; then the offset
+    at = content.index(name) + len(name) + 4 + 16 + 4
+    (offset,) = struct.unpack_from("<Q", content, at)
+    struct.pack_into("<Q", content, at, offset - 32)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+
+    with pytest.raises(ModelError, match="overlaps the one before it"):
+        read_gguf(path)
+
+
+def test_a_header_without_end_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    with path.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 10))
+        for number in range(1 << 10):  # each an array of as many bytes as are allowed at once
+            name = b"%05d" % number
+            file.write(struct.pack("<Q", len(name)) + name + struct.pack("<IIQ", 9, 0, 1 << 22))
+            file.seek(1 << 22, 1)  # a hole, which reads as zeros
+        file.truncate(file.tell())
+
+    tracemalloc.start()
+    with pytest.raises(ModelError, match="not a usable GGUF file"):
+        open_gguf(path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak_bytes < 80 << 20
+
+
 @settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -282,7 +334,12 @@ def test_a_mutated_header_is_read_or_refused_and_nothing_else(
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
 
+    tracemalloc.start()
     # Any exception but ModelError fails the test.
     with contextlib.suppress(ModelError):
         for view in read_gguf(path).tensors.values():
             view.read()
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak_bytes < 16 << 20

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shared.errors import KernelError
+from shared.kernel.arrays import OPTIONAL_VECTORS
 from shared.kernel.matrix import PackedMatrix
 from shared.kernel.weights import BoundGroup, GroupWeights, PagedSlice
 from shared.model.kv_cache import SequenceCache
@@ -34,7 +35,7 @@ class Recorder:
 
 @pytest.fixture(scope="module")
 def model() -> TinyModel:
-    return tiny_model()
+    return tiny_model(qkv_bias=True, qk_norm=True, post_norms=True)
 
 
 @pytest.fixture(scope="module")
@@ -148,16 +149,43 @@ def test_embed_refuses_token_ids_that_it_would_misread(group: BoundGroup, token_
         group.embed(token_ids)
 
 
-@pytest.mark.parametrize("name", ["rope_cos", "rope_sin", "final_norm"])
+def with_changed(
+    weights: GroupWeights, name: str, change: Callable[[np.ndarray], np.ndarray]
+) -> GroupWeights:
+    """The weights with one array changed: of layer 1, its rope tables, or of the group."""
+    if name == "final_norm":
+        assert weights.final_norm is not None
+        return replace(weights, final_norm=change(weights.final_norm))
+    layer = weights.layers[1]
+    if name.startswith("rope_"):
+        assert layer.rope is not None
+        table = name.removeprefix("rope_")
+        rope = replace(layer.rope, **{table: change(getattr(layer.rope, table))})
+        layer = replace(layer, rope=rope)
+    else:
+        layer = replace(layer, **{name: change(getattr(layer, name))})
+    return replace(weights, layers=(weights.layers[0], layer, *weights.layers[2:]))
+
+
+@pytest.mark.parametrize("name", ["rope_cos", "rope_sin", "final_norm", *OPTIONAL_VECTORS])
 @pytest.mark.parametrize("how", ["float64", "strided", "short"])
 def test_weights_that_would_be_misread_are_refused(
     weights: GroupWeights, name: str, how: str
 ) -> None:
-    array = getattr(weights, name)
     change = WRONG_HIDDEN | {"short": lambda a: np.ascontiguousarray(a[..., :-1])}
 
     with pytest.raises(KernelError, match=name):
-        native_or_skip().bind(replace(weights, **{name: change[how](array)}))
+        native_or_skip().bind(with_changed(weights, name, change[how]))
+
+
+@pytest.mark.parametrize("name", ["q_bias", "v_bias", "k_norm", "mlp_out_norm"])
+def test_half_an_option_is_refused(weights: GroupWeights, name: str) -> None:
+    layer = replace(weights.layers[1], **{name: None})  # type: ignore[arg-type]
+    group = native_or_skip().bind(replace(weights, layers=(weights.layers[0], layer)))
+    hidden = np.ones((ROWS, weights.shape.hidden_size), np.float32)
+
+    with pytest.raises(KernelError, match=r"layer 1 of the group.*sizes disagree"):
+        group.forward(hidden, [new_slice(replace(weights, layers=weights.layers[:2]))])
 
 
 def test_norms_of_another_length_and_sizes_that_cannot_be_are_refused(

@@ -8,7 +8,7 @@ import pytest
 
 from services.scheduler.limits import SchedulerLimits
 from services.scheduler.scheduler import Scheduler
-from services.scheduler.waiting_room import KvBudget
+from shared.kv_budget import KvBudget
 from shared.messages import FinishReason, Request
 from shared.topology import REQUESTS_QUEUE
 from tests.rig import Rig, assert_answers

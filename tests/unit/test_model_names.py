@@ -9,12 +9,11 @@ import pytest
 
 from services.loader.catalog import CATALOG, find_entry
 from services.loader.packed import open_model
-from services.loader.packer import short_name
 from shared.api.ask import check_model
 from shared.api.errors import ApiError
 from shared.errors import ModelError
 from shared.messages import Request
-from shared.model_names import CATALOG_NAMES, is_called
+from shared.model_names import CATALOG_NAMES, is_called, short_name
 from tests.rig import Rig
 from tests.rig_model import GREEDY, prompt_of, rig_api_model
 

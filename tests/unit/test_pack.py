@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from shared.errors import KernelError, ModelError
 from shared.kernel.chunks import chunk_bytes
 from shared.kernel.matrix import PackedMatrix
+from shared.quant.nearest import quantize_int4_symmetric, quantize_int8
 from shared.quant.pack import (
     dequantize,
+    pack_blocks,
     pack_int4,
     pack_int8,
-    quantize_int4,
-    quantize_int8,
     unpack_int4,
     unpack_int8,
 )
@@ -149,12 +149,12 @@ def test_symmetric_int4_is_within_half_a_step(
     rng = np.random.default_rng(seed)
     weights = (rng.standard_normal((rows, 32 * groups)) * 2.0**exponent).astype(np.float32)
 
-    scale, minimum, nibbles = quantize_int4(weights)
-    packed = pack_int4(scale, minimum, nibbles, 16)
+    blocks = quantize_int4_symmetric(weights)
+    packed = pack_blocks(blocks, 16)
     back = dequantize(PackedMatrix("int4", rows, 32 * groups, 16, packed))
 
     # Half a step, and what rounding the scale itself to fp16 takes from the largest values.
-    step = scale.astype(np.float32).repeat(32, axis=1)
+    step = blocks.scale.astype(np.float32).repeat(32, axis=1)
     largest = np.abs(weights).reshape(rows, groups, 32).max(axis=2).repeat(32, axis=1)
     assert (np.abs(back - weights) <= 0.51 * step + largest * 2.0**-10 + 2.0**-24 * 8).all()
 
@@ -164,7 +164,7 @@ def test_symmetric_int8_is_within_half_a_step(rows: int, groups: int, seed: int)
     rng = np.random.default_rng(seed)
     weights = rng.standard_normal((rows, 32 * groups)).astype(np.float32)
 
-    packed = pack_int8(*quantize_int8(weights), 32)
+    packed = pack_blocks(quantize_int8(weights), 32)
     back = dequantize(PackedMatrix("int8", rows, 32 * groups, 32, packed))
 
     largest = np.abs(weights).reshape(rows, groups, 32).max(axis=2).repeat(32, axis=1)
@@ -172,7 +172,7 @@ def test_symmetric_int8_is_within_half_a_step(rows: int, groups: int, seed: int)
 
 
 def test_a_group_of_zeros_stays_zero() -> None:
-    packed = pack_int4(*quantize_int4(np.zeros((2, 64), np.float32)), 16)
+    packed = pack_blocks(quantize_int4_symmetric(np.zeros((2, 64), np.float32)), 16)
 
     assert not dequantize(PackedMatrix("int4", 2, 64, 16, packed)).any()
 
@@ -181,4 +181,4 @@ def test_weights_too_large_for_fp16_are_refused() -> None:
     weights = np.full((2, 32), 60000.0, np.float32)  # scale fits, -8 * scale does not
 
     with pytest.raises(ModelError, match="min at row 0, group 0"):
-        quantize_int4(weights)
+        quantize_int4_symmetric(weights)

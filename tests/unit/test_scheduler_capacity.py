@@ -6,7 +6,7 @@ import pytest
 
 from services.scheduler.admission import ServedModel, kv_bytes_per_position
 from services.scheduler.capacity import CapacityWatch
-from services.scheduler.waiting_room import KvBudget
+from shared.kv_budget import KvBudget
 from shared.messages import FinishReason
 from shared.store.presence_types import WorkerInfo, WorkerState
 from tests.rig import Rig

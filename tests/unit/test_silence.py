@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.worker.router import Peer, choose_worker
 from services.worker.sender import Sender
 from services.worker.stages import Stages
 from shared.broker.memory import MemoryBroker
 from shared.broker.memory_hub import MemoryHub
+from shared.router import Peer, choose_worker
 from shared.silence import SILENT_AFTER_S, Silence
 from shared.store.presence_types import WorkerInfo, WorkerState
 from shared.topology import even_layout, group_queue, inbox_owner, inbox_queue

@@ -115,8 +115,9 @@ def test_a_document_that_is_none_is_refused(raw: bytes) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model": "llama"}, "'llama' is not supported; supported: gpt2"),
-        ({"pre": "qwen2"}, "'qwen2' is not supported; supported: smollm"),
+        ({"model": "bert"}, "'bert' is not supported; supported: gpt2, llama"),
+        ({"model": "llama"}, "0 scores for 268 tokens"),
+        ({"pre": "qwen9"}, "'qwen9' is not supported; supported: a.x-4.0, "),
         ({"merges": ("hello",)}, "'hello' is no pair"),
         ({"merges": ("q zz",)}, "zz"),
         ({"tokens": (*VOCABULARY.tokens[:-1], "a")}, "twice"),

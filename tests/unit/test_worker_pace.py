@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.batch import Pending, Slice, plan_batch
-from services.worker.pace import BATCH_STEPS, LATELY_S, MIN_ROWS, TILE_ROWS, Pace
+from services.worker.pace import BATCH_STEPS, LATELY_S, Pace
+from shared.prefill import MIN_ROWS, TILE_ROWS
 from tests.unit.test_worker_batch import make_batch, make_pending
 
 MAX_ROWS = 128

@@ -46,3 +46,31 @@ def time_ping_pong(
     except pika.exceptions.AMQPError as error:
         raise BrokerUnavailable(f"RabbitMQ went away while it was measured: {error!r}") from error
     return times
+
+
+def time_flood(url: str, queue_type: QueueType, *, body_bytes: int, num_times: int) -> float:
+    """Seconds for so many messages into a queue and out of it, one blocking connection, no confirm.
+
+    Raises `ConfigError` for a malformed URL, `BrokerUnavailable`.
+    """
+    name = f"cellpipe.raw.{secrets.token_hex(6)}"
+    spec = QueueSpec(name, queue_type, expires_ms=EXPIRES_MS)
+    body = bytes(body_bytes)
+    properties = pika.BasicProperties(delivery_mode=1)
+    try:
+        with pika.BlockingConnection(parse_address(url).parameters("raw", heartbeat_s=60)) as link:
+            channel = link.channel()
+            channel.queue_declare(name, durable=True, arguments=queue_arguments(spec))
+            began_s = time.perf_counter()
+            for _ in range(num_times):
+                channel.basic_publish("", name, body, properties)
+            came = channel.consume(name, auto_ack=True, inactivity_timeout=SILENCE_S)
+            for _ in range(num_times):
+                if next(came)[0] is None:
+                    raise BrokerUnavailable(f"a message did not come back within {SILENCE_S:g} s")
+            spent_s = time.perf_counter() - began_s
+            channel.cancel()
+            channel.queue_delete(name)
+    except pika.exceptions.AMQPError as error:
+        raise BrokerUnavailable(f"RabbitMQ went away while it was measured: {error!r}") from error
+    return spent_s

@@ -3,7 +3,7 @@
  * docs/arithmetic.md defines every result. The kernel keeps no state between calls but the threads
  * of an engine and knows no Python; all memory but an engine's is the caller's.
  *
- * R rows of the batch, D hidden_size, H heads, V vocab.
+ * R rows of the batch, D hidden_size, H heads, K kv heads, V vocab.
  */
 #ifndef CELLPIPE_H
 #define CELLPIPE_H
@@ -66,6 +66,12 @@ typedef struct {
     const float *input_norm;  /* (D) */
     const float *post_norm;   /* (D) */
     cp_matrix q, k, v, o, gate, up, down;
+    const float *rope_cos, *rope_sin; /* (num_positions, head_dim/2); both NULL: no rope */
+    int32_t window;           /* positions that a row sees, its own among them; 0: all before it */
+    /* Of each line a layer has all or, NULL, none. */
+    const float *q_bias, *k_bias, *v_bias; /* (H * head_dim), (K * head_dim), (K * head_dim) */
+    const float *q_norm, *k_norm;          /* (head_dim): of each head, before rope */
+    const float *attention_out_norm, *mlp_out_norm; /* (D): of what is added to the hidden states */
 } cp_layer;
 
 typedef struct {
@@ -78,9 +84,9 @@ typedef struct {
     int32_t num_positions;  /* rows of the rope tables */
     int32_t num_layers;
     float norm_eps;
-    float score_scale;      /* 1/sqrt(head_dim), rounded by the caller */
-    const float *rope_cos;  /* (num_positions, head_dim/2) */
-    const float *rope_sin;
+    float score_scale;      /* 1/sqrt(head_dim), or what stands for it */
+    float score_softcap;    /* 0: none */
+    int32_t gelu_tanh;      /* what the gate goes through, else silu */
     const cp_layer *layers;
 } cp_group;
 
@@ -103,15 +109,16 @@ int cp_forward(cp_engine *engine, const cp_group *group, const cp_sequence *sequ
                int32_t num_sequences, float *hidden, int32_t num_rows, void *scratch,
                uint64_t scratch_bytes, cp_fault *fault);
 
-/* Rows of a matrix as binary32: out (n, cols). */
-int cp_embed(const cp_matrix *matrix, const int32_t *token_ids, int32_t n, float *out,
+/* Rows of a matrix as binary32, times `scale`: out (n, cols). */
+int cp_embed(const cp_matrix *matrix, const int32_t *token_ids, int32_t n, float scale, float *out,
              cp_fault *fault);
 
 uint64_t cp_logits_scratch(const cp_engine *engine, const cp_matrix *head, int32_t num_rows);
 
-/* out (n, V) = head x rms_norm(rows (n, D)); largest (n): the lowest id of each row's largest. */
+/* out (n, V) = head x rms_norm(rows (n, D)), capped softly unless softcap is 0; largest (n): the
+ * lowest id of each row's largest. */
 int cp_logits(cp_engine *engine, const cp_matrix *head, const float *norm, float norm_eps,
-              const float *rows, int32_t n, float *out, int32_t *largest, void *scratch,
+              float softcap, const float *rows, int32_t n, float *out, int32_t *largest, void *scratch,
               uint64_t scratch_bytes, cp_fault *fault);
 
 /* Single operations, for tests that hold them against the reference, and for measuring. x is
@@ -120,6 +127,10 @@ uint64_t cp_matmul_scratch(const cp_engine *engine, const cp_matrix *matrix, int
 int cp_matmul(cp_engine *engine, const cp_matrix *matrix, const float *x, int32_t num_rows,
               int32_t terms, float *out, void *scratch, uint64_t scratch_bytes, cp_fault *fault);
 void cp_exp(const cp_engine *engine, const float *x, float *out, int32_t n);
+/* gate (n) = gelu_tanh(gate) * up; n is a multiple of 32. */
+void cp_gelu_mul(const cp_engine *engine, float *gate, const float *up, int32_t n);
+/* x (n) = cap * tanh(x / cap) */
+void cp_softcap(float *x, float cap, int32_t n);
 void cp_to_half(const cp_engine *engine, const float *x, uint16_t *out, int32_t n);
 void cp_from_half(const cp_engine *engine, const uint16_t *x, float *out, int32_t n);
 

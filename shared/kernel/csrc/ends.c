@@ -9,6 +9,7 @@ typedef struct {
     const float *x;
     const float *norm; /* NULL: x is not normalised */
     float norm_eps;
+    float softcap; /* 0: none */
     float *normed;
     cp_acts acts;
     float *out;
@@ -60,12 +61,15 @@ static void multiply_rows(cp_team *team, int32_t me, void *context)
     first_col = first * CP_BLOCK;
     end_col = end * CP_BLOCK < m->rows ? end * CP_BLOCK : m->rows;
     for (r = 0; r < job->acts.rows; r++) {
-        const float *out = job->out + (size_t)r * (size_t)m->rows + first_col;
+        float *out = job->out + (size_t)r * (size_t)m->rows + first_col;
         int32_t largest = -1;
         if (first_col < end_col && !path->all_finite(out, end_col - first_col))
             cp_blame(team, r);
-        else if (first_col < end_col && job->largest)
+        else if (first_col < end_col && job->largest) {
+            if (job->softcap != 0.0f)
+                cp_softcap(out, job->softcap, end_col - first_col);
             largest = first_col + largest_of(out, end_col - first_col);
+        }
         if (job->largest)
             job->largest[(size_t)me * (size_t)job->acts.rows + (size_t)r] = largest;
     }
@@ -133,8 +137,8 @@ uint64_t cp_logits_scratch(const cp_engine *engine, const cp_matrix *head, int32
 }
 
 int cp_logits(cp_engine *engine, const cp_matrix *head, const float *norm, float norm_eps,
-              const float *rows, int32_t n, float *out, int32_t *largest, void *scratch,
-              uint64_t scratch_bytes, cp_fault *fault)
+              float softcap, const float *rows, int32_t n, float *out, int32_t *largest,
+              void *scratch, uint64_t scratch_bytes, cp_fault *fault)
 {
     cp_arena arena = {scratch, 0};
     ends_job job;
@@ -144,6 +148,7 @@ int cp_logits(cp_engine *engine, const cp_matrix *head, const float *norm, float
     if (!multipliable(head, n))
         return CP_BAD_SIZE;
     job = take_job(&arena, engine, head, n, 2, 1);
+    job.softcap = softcap;
     if (scratch == NULL || arena.used > scratch_bytes)
         return CP_BAD_SCRATCH;
     for (r = 0; r < threads * n; r++)
@@ -164,6 +169,32 @@ int cp_logits(cp_engine *engine, const cp_matrix *head, const float *norm, float
 void cp_exp(const cp_engine *engine, const float *x, float *out, int32_t n)
 {
     cp_engine_path(engine)->exp(x, out, n);
+}
+
+/* x / (1 + e^-v), v = x * (c + d * x^2): half of 1 + tanh(v / 2) is 1 / (1 + e^-v). */
+void cp_gelu_mul_on(const cp_path *path, float *gate, const float *up, int32_t n)
+{
+    float e[CP_GROUP];
+    int32_t i, j;
+    for (i = 0; i < n; i += CP_GROUP, gate += CP_GROUP, up += CP_GROUP) {
+        for (j = 0; j < CP_GROUP; j++)
+            e[j] = -(gate[j] * (1.5957691216f + 0.0713548162726f * (gate[j] * gate[j])));
+        path->exp(e, e, CP_GROUP);
+        for (j = 0; j < CP_GROUP; j++)
+            gate[j] = (gate[j] / (1.0f + e[j])) * up[j];
+    }
+}
+
+void cp_gelu_mul(const cp_engine *engine, float *gate, const float *up, int32_t n)
+{
+    cp_gelu_mul_on(cp_engine_path(engine), gate, up, n);
+}
+
+void cp_softcap(float *x, float cap, int32_t n)
+{
+    int32_t i;
+    for (i = 0; i < n; i++)
+        x[i] = cp_softcap1(x[i], cap);
 }
 
 void cp_to_half(const cp_engine *engine, const float *x, uint16_t *out, int32_t n)
@@ -208,7 +239,7 @@ static void embed_row(const cp_matrix *m, int32_t row, float *out)
     }
 }
 
-int cp_embed(const cp_matrix *matrix, const int32_t *token_ids, int32_t n, float *out,
+int cp_embed(const cp_matrix *matrix, const int32_t *token_ids, int32_t n, float scale, float *out,
              cp_fault *fault)
 {
     int32_t i, j;
@@ -230,6 +261,8 @@ int cp_embed(const cp_matrix *matrix, const int32_t *token_ids, int32_t n, float
                 out[j] = cp_float(word_at(row + 4 * (size_t)j));
         else
             embed_row(matrix, token_ids[i], out);
+        for (j = 0; scale != 1.0f && j < matrix->cols; j++)
+            out[j] *= scale;
     }
     cp_fpmode_leave(mode);
     return CP_OK;

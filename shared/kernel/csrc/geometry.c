@@ -54,6 +54,14 @@ static int chunked(const cp_matrix *m, int32_t rows, int32_t cols)
     return m->kind != CP_KIND_F32 && cp_matrix_valid(m, rows, cols);
 }
 
+/* Whether a layer has all or none of what belongs together. */
+static int options_valid(const cp_layer *l)
+{
+    return l->window >= 0 && !l->rope_cos == !l->rope_sin && !l->q_bias == !l->k_bias &&
+           !l->q_bias == !l->v_bias && !l->q_norm == !l->k_norm &&
+           !l->attention_out_norm == !l->mlp_out_norm;
+}
+
 int cp_group_valid(const cp_group *g, cp_fault *fault)
 {
     int32_t i, q_dim, kv_dim;
@@ -63,7 +71,7 @@ int cp_group_valid(const cp_group *g, cp_fault *fault)
         g->num_kv_heads <= 0 || g->head_dim <= 0 || g->num_layers <= 0 || g->num_positions <= 0)
         return 0;
     if (g->head_dim % 8 || g->head_dim > 65536 || g->num_heads > 65536 / 8 ||
-        g->num_heads % g->num_kv_heads || g->rope_cos == NULL || g->rope_sin == NULL)
+        g->num_heads % g->num_kv_heads)
         return 0;
     if ((int64_t)g->num_heads * g->head_dim > INT32_MAX / 64)
         return 0;
@@ -72,7 +80,7 @@ int cp_group_valid(const cp_group *g, cp_fault *fault)
     for (i = 0; i < g->num_layers; i++) {
         const cp_layer *l = &g->layers[i];
         fault->layer = i;
-        if (l->input_norm == NULL || l->post_norm == NULL ||
+        if (l->input_norm == NULL || l->post_norm == NULL || !options_valid(l) ||
             !chunked(&l->q, q_dim, g->hidden_size) || !chunked(&l->k, kv_dim, g->hidden_size) ||
             !chunked(&l->v, kv_dim, g->hidden_size) || !chunked(&l->o, g->hidden_size, q_dim) ||
             !chunked(&l->gate, g->intermediate_size, g->hidden_size) ||

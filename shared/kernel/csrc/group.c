@@ -1,6 +1,8 @@
 /* A layer group over a batch, in the order of the paper. Every function here runs on all threads of
  * a team at once: each does its share of rows, heads or outputs, and a barrier stands wherever one
  * needs what another made. No share depends on the values, no value on the shares. */
+#include <math.h>
+
 #include "internal.h"
 
 typedef struct {
@@ -13,7 +15,8 @@ typedef struct {
     int32_t hidden_bad;  /* what is wrong was found in the hidden states that `layer` - 1 left */
     float *hidden;
     float *norm, *q, *k, *v, *attended, *gate, *up, *projected; /* (R, ...) */
-    float *tiles;  /* (threads, 2, 16, head_dim) */
+    float *tiles;  /* (threads, 2 or 4, 16, head_dim) */
+    size_t tile_floats; /* of a thread */
     float *states; /* (threads, 2, 16, H) */
     float *columns; /* (threads, H, head_dim, 16) */
     cp_acts norm2, norm1, heads, inner; /* one buffer: norm2 and norm1 are never alive together */
@@ -30,6 +33,15 @@ static int32_t all_int4(const cp_group *g)
             return 0;
     }
     return 1;
+}
+
+/* Whether a page may have to be read in plain C. */
+static int32_t attends_in_parts(const cp_group *g)
+{
+    int32_t i, parts = g->score_softcap != 0.0f;
+    for (i = 0; i < g->num_layers; i++)
+        parts |= g->layers[i].window != 0;
+    return parts;
 }
 
 static uint64_t weight_bytes(const cp_group *g)
@@ -64,7 +76,8 @@ static forward_job take_forward(cp_arena *arena, const cp_engine *engine, const 
     s.gate = cp_take(arena, n * inter, f);
     s.up = cp_take(arena, n * inter, f);
     s.projected = cp_take(arena, n * d, f);
-    s.tiles = cp_take(arena, threads * 2 * CP_PAGE * (uint64_t)g->head_dim, f);
+    s.tile_floats = (size_t)(attends_in_parts(g) ? 4 : 2) * CP_PAGE * (size_t)g->head_dim;
+    s.tiles = cp_take(arena, threads * s.tile_floats, f);
     s.states = cp_take(arena, threads * 2 * CP_ATTENTION_ROWS * (uint64_t)g->num_heads, f);
     if (s.path->attend_rows)
         s.columns = cp_take(arena, threads * CP_ATTENTION_ROWS * q_dim, f);
@@ -113,6 +126,22 @@ static void project_qkv(cp_team *team, int32_t me, const forward_job *s, const c
     }
 }
 
+/* Normalise x (n). Returns 0 if the mean square is not finite. */
+static int norm_in_place(const cp_path *path, float *x, const float *weight, float eps, int32_t n)
+{
+    float ms = path->dot8(x, x, n) / (float)n;
+    path->scale_by(x, 1.0f / sqrtf(ms + eps), weight, n, x);
+    return path->all_finite(&ms, 1);
+}
+
+static int norm_heads(const forward_job *s, float *x, const float *weight, int32_t heads)
+{
+    int32_t fine = 1, h;
+    for (h = 0; h < heads; h++, x += s->g->head_dim)
+        fine &= norm_in_place(s->path, x, weight, s->g->norm_eps, s->g->head_dim);
+    return fine;
+}
+
 /* The sequence that batch row r belongs to, and its place there. */
 static const cp_sequence *sequence_of(const forward_job *s, int32_t r, int32_t *row)
 {
@@ -123,9 +152,12 @@ static const cp_sequence *sequence_of(const forward_job *s, int32_t r, int32_t *
     return sequence;
 }
 
+/* What lies between the projections and attention: biases, norms of heads, rope; then the new keys
+ * and values are stored. */
 static void rotate_and_store(cp_team *team, int32_t me, const forward_job *s, int32_t layer)
 {
     const cp_group *g = s->g;
+    const cp_layer *l = &g->layers[layer];
     int32_t q_dim = g->num_heads * g->head_dim, kv_dim = g->num_kv_heads * g->head_dim;
     int32_t r, end, row;
     for (cp_share(team, me, s->num_rows, 1, &r, &end); r < end; r++) {
@@ -134,12 +166,23 @@ static void rotate_and_store(cp_team *team, int32_t me, const forward_job *s, in
         size_t at = (size_t)position * (size_t)(g->head_dim / 2);
         float *q = s->q + (size_t)r * (size_t)q_dim;
         float *k = s->k + (size_t)r * (size_t)kv_dim, *v = s->v + (size_t)r * (size_t)kv_dim;
-        int fine = s->path->all_finite(q, q_dim) && s->path->all_finite(k, kv_dim) &&
-                   s->path->all_finite(v, kv_dim);
-        s->path->rope(q, g->rope_cos + at, g->rope_sin + at, g->num_heads, g->head_dim,
-                      g->half_pairing);
-        s->path->rope(k, g->rope_cos + at, g->rope_sin + at, g->num_kv_heads, g->head_dim,
-                      g->half_pairing);
+        int fine;
+        if (l->q_bias) {
+            s->path->add_to(q, l->q_bias, q_dim);
+            s->path->add_to(k, l->k_bias, kv_dim);
+            s->path->add_to(v, l->v_bias, kv_dim);
+        }
+        fine = s->path->all_finite(q, q_dim) && s->path->all_finite(k, kv_dim) &&
+               s->path->all_finite(v, kv_dim);
+        if (l->q_norm)
+            fine &= norm_heads(s, q, l->q_norm, g->num_heads) &
+                    norm_heads(s, k, l->k_norm, g->num_kv_heads);
+        if (l->rope_cos) {
+            s->path->rope(q, l->rope_cos + at, l->rope_sin + at, g->num_heads, g->head_dim,
+                          g->half_pairing);
+            s->path->rope(k, l->rope_cos + at, l->rope_sin + at, g->num_kv_heads, g->head_dim,
+                          g->half_pairing);
+        }
         if (!fine || !s->path->all_finite(k, kv_dim))
             cp_blame(team, r);
         else
@@ -156,7 +199,7 @@ static void attend(cp_team *team, int32_t me, const forward_job *s, int32_t laye
     int32_t split = s->num_sequences * g->num_kv_heads < 2 * team->size ? repeat : 1;
     int32_t heads = repeat / split, units_per_run = g->num_heads / heads;
     size_t q_dim = (size_t)g->num_heads * (size_t)g->head_dim;
-    float *tile = s->tiles + (size_t)me * 2 * CP_PAGE * (size_t)g->head_dim;
+    float *tile = s->tiles + (size_t)me * s->tile_floats;
     float *state = s->states + (size_t)me * 2 * CP_ATTENTION_ROWS * (size_t)g->num_heads;
     float *columns = s->columns ? s->columns + (size_t)me * CP_ATTENTION_ROWS * q_dim : NULL;
     for (i = 0; i < s->num_sequences; i++)
@@ -193,13 +236,24 @@ static void quantize_heads(cp_team *team, int32_t me, const forward_job *s)
             cp_blame(team, r);
 }
 
-/* x = x + matrix * acts, each thread its own outputs. */
+/* x = x + matrix * acts, each thread its own outputs; or x + norm of that, each thread its own rows:
+ * a norm needs all outputs of a row. */
 static void add_projected(cp_team *team, int32_t me, const forward_job *s, const cp_matrix *m,
-                          const cp_acts *acts)
+                          const cp_acts *acts, const float *norm)
 {
     int32_t first, end, r;
     cp_share(team, me, cp_num_blocks(m), 1, &first, &end);
     cp_multiply(s->path, m, acts, s->projected, first, end);
+    if (norm) {
+        cp_barrier(team);
+        for (cp_share(team, me, s->num_rows, 1, &r, &end); r < end; r++) {
+            float *row = s->projected + (size_t)r * (size_t)m->rows;
+            if (!norm_in_place(s->path, row, norm, s->g->norm_eps, m->rows))
+                cp_blame(team, r);
+            s->path->add_to(s->hidden + (size_t)r * (size_t)m->rows, row, m->rows);
+        }
+        return;
+    }
     first *= CP_BLOCK;
     end = end * CP_BLOCK < m->rows ? end * CP_BLOCK : m->rows;
     for (r = 0; r < s->num_rows && first < end; r++) {
@@ -208,7 +262,7 @@ static void add_projected(cp_team *team, int32_t me, const forward_job *s, const
     }
 }
 
-/* silu(gate(y)) * up(y), quantised: whole groups of 32 outputs, so that none is shared. */
+/* silu or gelu(gate(y)) * up(y), quantised: whole groups of 32 outputs, so that none is shared. */
 static void gate_and_up(cp_team *team, int32_t me, const forward_job *s, const cp_layer *l)
 {
     int32_t inter = s->g->intermediate_size, first, end, r;
@@ -218,9 +272,12 @@ static void gate_and_up(cp_team *team, int32_t me, const forward_job *s, const c
     cp_multiply(s->path, &l->gate, &s->norm1, s->gate, first / CP_BLOCK, end / CP_BLOCK);
     cp_multiply(s->path, &l->up, &s->norm1, s->up, first / CP_BLOCK, end / CP_BLOCK);
     for (r = 0; r < s->num_rows; r++) {
-        float *row = s->gate + (size_t)r * (size_t)inter;
+        float *row = s->gate + (size_t)r * (size_t)inter, *up = s->up + (size_t)r * (size_t)inter;
         int fine = s->path->all_finite(row + first, end - first);
-        s->path->silu_mul(row + first, s->up + (size_t)r * (size_t)inter + first, end - first);
+        if (s->g->gelu_tanh)
+            cp_gelu_mul_on(s->path, row + first, up + first, end - first);
+        else
+            s->path->silu_mul(row + first, up + first, end - first);
         if (!fine || !cp_quantize(s->path, row, &s->inner, r, first / CP_GROUP, end / CP_GROUP))
             cp_blame(team, r);
     }
@@ -236,8 +293,8 @@ static void check_hidden(cp_team *team, int32_t me, forward_job *s)
         }
 }
 
-/* x = x + attention(rms_norm(x)); x = x + down(silu(gate(y)) * up(y)), y = rms_norm(x). Returns
- * whether a row was found that is not finite. */
+/* x = x + attention(rms_norm(x)); x = x + down(silu(gate(y)) * up(y)), y = rms_norm(x); what is added
+ * may be normalised, and silu be gelu. Returns whether a row was found that is not finite. */
 static int run_layer(cp_team *team, int32_t me, forward_job *s, int32_t layer)
 {
     const cp_layer *l = &s->g->layers[layer];
@@ -255,16 +312,18 @@ static int run_layer(cp_team *team, int32_t me, forward_job *s, int32_t layer)
     quantize_heads(team, me, s);
     if (cp_barrier(team))
         return 1;
-    add_projected(team, me, s, &l->o, &s->heads);
-    cp_barrier(team);
+    add_projected(team, me, s, &l->o, &s->heads, l->attention_out_norm);
+    if (cp_barrier(team))
+        return 1;
     norm_rows(team, me, s, l->post_norm, &s->norm1);
     if (cp_barrier(team))
         return 1;
     gate_and_up(team, me, s, l);
     if (cp_barrier(team))
         return 1;
-    add_projected(team, me, s, &l->down, &s->inner);
-    cp_barrier(team);
+    add_projected(team, me, s, &l->down, &s->inner, l->mlp_out_norm);
+    if (cp_barrier(team))
+        return 1;
     check_hidden(team, me, s);
     return 0; /* the barrier behind the next norm sees what was found */
 }

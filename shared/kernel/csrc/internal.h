@@ -176,12 +176,16 @@ void cp_multiply(const cp_path *path, const cp_matrix *m, const cp_acts *x, floa
 int cp_norm_quantized(const cp_path *path, const float *x, const float *weight, float eps,
                       float *norm, const cp_acts *acts, int32_t r);
 
+/* gate = gelu_tanh(gate) * up; n is a multiple of 32. */
+void cp_gelu_mul_on(const cp_path *path, float *gate, const float *up, int32_t n);
+
 /* Write the keys and values (K * head_dim each) of one position. */
 void cp_store_kv(const cp_path *path, const cp_group *g, const cp_sequence *s, int32_t layer,
                  int64_t position, const float *k, const float *v);
 
 /* Rows first_row..end_row-1 of a sequence, query heads first_head..end_head-1 of one kv head, in one
- * layer: q and out (rows, H * head_dim). `tile` holds 2 * 16 * head_dim floats, `state` 2 floats a
+ * layer: q and out (rows, H * head_dim). `tile` holds 2 * 16 * head_dim floats (twice that with a
+ * window or a soft cap), `state` 2 floats a
  * row and head, `columns` CP_ATTENTION_ROWS * head_dim floats a head. Returns -1, or the row with a
  * score that is not finite. */
 int32_t cp_attention(const cp_path *path, const cp_group *g, const cp_sequence *s, int32_t layer,

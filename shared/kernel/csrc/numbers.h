@@ -97,6 +97,28 @@ static inline float cp_exp1(float x)
     return p * cp_float(scale);
 }
 
+/* A series below 1/2, a quotient from there; branch-free. */
+static inline float cp_tanh1(float x)
+{
+    float z = x * x, magnitude = cp_float(cp_bits(x) & 0x7fffffffu), e, p, quotient;
+    p = -929569.0f / 638512875.0f;
+    p = p * z + 21844.0f / 6081075.0f;
+    p = p * z + -1382.0f / 155925.0f;
+    p = p * z + 62.0f / 2835.0f;
+    p = p * z + -17.0f / 315.0f;
+    p = p * z + 2.0f / 15.0f;
+    p = p * z + -1.0f / 3.0f;
+    e = cp_exp1(-2.0f * magnitude);
+    quotient = (1.0f - e) / (1.0f + e);
+    return cp_float(cp_select(magnitude < 0.5f, cp_bits(x + x * (z * p)),
+                              cp_bits(quotient) | (cp_bits(x) & 0x80000000u)));
+}
+
+static inline float cp_softcap1(float x, float cap)
+{
+    return cap * cp_tanh1(x / cap);
+}
+
 static inline float cp_sum_lanes(const float lane[8])
 {
     float a0 = lane[0] + lane[4], a1 = lane[1] + lane[5];

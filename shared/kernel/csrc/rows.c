@@ -120,19 +120,20 @@ void cp_widen_c(const uint16_t *keys, const uint16_t *values, int32_t n, int32_t
     cp_from_half_c(values, tile + CP_PAGE * head_dim, n * head_dim);
 }
 
-/* One query head. */
-static int attend_one(const float *q, const float *tile, int32_t head_dim, int32_t n,
-                      float score_scale, float *max, float *total, float *acc)
+int cp_attend_part_c(const float *q, const float *tile, int32_t head_dim, int32_t first, int32_t n,
+                     float score_scale, float score_softcap, float *max, float *total, float *acc)
 {
     const float *values = tile + CP_PAGE * head_dim;
     float s[CP_PAGE] = {0}, p[CP_PAGE], lane[8], m = *max, page_max;
     int32_t j, i;
-    for (j = 0; j < n; j++)
+    for (j = first; j < n; j++)
         s[j] = cp_dot8(q, tile + j * head_dim, head_dim) * score_scale;
-    if (!cp_all_finite(s, n))
+    if (!cp_all_finite(s + first, n - first))
         return 0;
-    page_max = s[0];
-    for (j = 1; j < n; j++)
+    for (j = first; score_softcap != 0.0f && j < n; j++)
+        s[j] = cp_softcap1(s[j], score_softcap);
+    page_max = s[first];
+    for (j = first + 1; j < n; j++)
         page_max = s[j] > page_max ? s[j] : page_max;
     if (page_max > m) {
         float shift = m - page_max;
@@ -146,6 +147,8 @@ static int attend_one(const float *q, const float *tile, int32_t head_dim, int32
         float x = s[j] - m, e = cp_exp1(x);
         p[j] = x < -87.0f ? 0.0f : e;
     }
+    for (j = 0; j < first; j++)
+        p[j] = 0.0f;
     for (j = n; j < CP_PAGE; j++)
         p[j] = 0.0f;
     for (j = 0; j < 8; j++)
@@ -154,7 +157,7 @@ static int attend_one(const float *q, const float *tile, int32_t head_dim, int32
     for (i = 0; i < head_dim; i += 8) {
         float sum[8];
         memcpy(sum, acc + i, sizeof sum);
-        for (j = 0; j < n; j++) {
+        for (j = first; j < n; j++) {
             const float *v = values + j * head_dim + i;
             float w = p[j];
             int k;
@@ -171,7 +174,7 @@ int cp_attend_c(const float *q, int32_t num, const float *tile, int32_t head_dim
 {
     int32_t h;
     for (h = 0; h < num; h++, q += head_dim, acc += head_dim)
-        if (!attend_one(q, tile, head_dim, n, score_scale, max + h, total + h, acc))
+        if (!cp_attend_part_c(q, tile, head_dim, 0, n, score_scale, 0.0f, max + h, total + h, acc))
             return 0;
     return 1;
 }

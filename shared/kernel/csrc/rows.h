@@ -20,6 +20,9 @@ void cp_to_half_c(const float *x, uint16_t *out, int32_t n);
 void cp_from_half_c(const uint16_t *x, float *out, int32_t n);
 void cp_widen_c(const uint16_t *keys, const uint16_t *values, int32_t n, int32_t head_dim,
                 float *tile);
+/* One query head against positions first..n-1 of a page; a soft cap of 0 is none. */
+int cp_attend_part_c(const float *q, const float *tile, int32_t head_dim, int32_t first, int32_t n,
+                     float score_scale, float score_softcap, float *max, float *total, float *acc);
 int cp_attend_c(const float *q, int32_t num, const float *tile, int32_t head_dim, int32_t n,
                 float score_scale, float *max, float *total, float *acc);
 uint64_t cp_read_c(const uint8_t *bytes, uint64_t n);

@@ -1,0 +1,1 @@
+"""What a model's numbers cost in quality: perplexity, divergence from a reference, quantising."""

@@ -1,0 +1,1 @@
+"""A cluster as discrete events: what it would do, by the policy that it runs."""
