@@ -79,7 +79,7 @@ def quantize(
     options = QuantizeOptions(
         bits=bits,
         method=Method(method) if method else usual,
-        calibration=read_text(calibrate, field="--calibrate") if calibrate else "",
+        calibration=read_text(calibrate, field="--calibrate") if calibrate else None,
         calibration_name=calibrate.name if calibrate else "",
         calibration_windows=calibration_windows,
         max_bits_per_weight=max_bits_per_weight,

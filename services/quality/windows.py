@@ -37,8 +37,11 @@ class Windows:
         return replace(self, inputs=self.inputs[:number], targets=self.targets[:number])
 
 
-def cut_windows(text: str, tokenizer: Tokenizer, *, window: int, max_windows: int = 0) -> Windows:
-    """The windows of a text, at most `max_windows` of them unless that is 0.
+def cut_windows(
+    text: str, tokenizer: Tokenizer, *, window: int, max_windows: int = 0, remedy: str = ""
+) -> Windows:
+    """The windows of a text, at most `max_windows` of them unless that is 0. `remedy` is what else
+    helps if the text is too short.
 
     Raises `ConfigError` for a window of less than 8 tokens, `RequestError` for a text that does not
     fill one.
@@ -50,8 +53,7 @@ def cut_windows(text: str, tokenizer: Tokenizer, *, window: int, max_windows: in
     if num_windows == 0:
         raise RequestError(
             f"the text has {len(ids)} tokens, fewer than one window of {window}",
-            remedy="give a longer text, or a shorter --window (figures of different windows do not "
-            "compare)",
+            remedy="give a longer text" + remedy,
             param="text",
         )
     if max_windows:
