@@ -152,7 +152,9 @@ def _add_tensors(
         place = where[key]
         shape = (view.cols,) if is_vector(key) else (view.rows, view.cols)
         if place.source_shape != shape or place.order is not None:
-            raise _bad(description, f"{key} would lie in one tensor with others, which is not written")
+            raise _bad(
+                description, f"{key} would lie in one tensor with others, which is not written"
+            )
         size = 4 if kinds[key] == gguf.GGMLQuantizationType.F32 else 2
         byte_shape = (*shape[:-1], shape[-1] * size)
         writer.add_tensor_info(

@@ -163,9 +163,7 @@ def _scaling(keys: Keys, parameters: Keys) -> RopeScaling | None:
     original = original or keys.optional("original_max_position_embeddings", int)
     positions = keys.required("max_position_embeddings", int)
     if not 1 <= positions < 2**31:
-        raise keys.bad(
-            f"max_position_embeddings must be in 1..{2**31 - 1}, got {positions!r:.40}"
-        )
+        raise keys.bad(f"max_position_embeddings must be in 1..{2**31 - 1}, got {positions!r:.40}")
     original = original or positions
     attention = parameters.optional("attention_factor", float)
     try:

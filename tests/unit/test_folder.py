@@ -162,7 +162,10 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not one of silu"),
     "missing key": ({"intermediate_size": REMOVED}, "key intermediate_size is missing"),
     "wrong type": ({"hidden_size": "64"}, "key hidden_size must be int, got '64'"),
-    "layers": ({"num_hidden_layers": 2**31}, "num_hidden_layers must be in 1..4096, got 2147483648"),
+    "layers": (
+        {"num_hidden_layers": 2**31},
+        "num_hidden_layers must be in 1..4096, got 2147483648",
+    ),
     "vocabulary": ({"vocab_size": 10**12}, "vocab_size must be in 1..2147483647, got 10000"),
     "layer types": (
         {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["linear_attention"] * 2},
