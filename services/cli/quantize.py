@@ -27,7 +27,7 @@ def quantize(
         str,
         typer.Argument(
             help="A .gguf file with more bits (F32, F16, BF16, Q8_0), its name in the catalog, or "
-            "a Hugging Face folder."
+            "a Hugging Face folder of Llama or Qwen; of others give a GGUF file."
         ),
     ],
     output: Annotated[Path, typer.Argument(help="The .gguf file to write.")],
