@@ -287,3 +287,15 @@ def test_numbers_that_are_not_finite_end_it(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"ffn_up\.weight holds NaN"):
         quantize(source, tmp_path / "made.gguf")
     assert not (tmp_path / "made.gguf").exists()
+
+
+def test_a_weight_beyond_fp16_is_named_by_its_tensor(tmp_path: Path) -> None:
+    huge = np.zeros((96, 64), np.float32)
+    huge[5, 7] = 3e7
+    model = TinyModel(
+        matrix_type="F16", embedding_type="F16", tensors={"blk.0.ffn_up.weight": (huge, "F32")}
+    )
+    source = write_gguf(tmp_path / "source.gguf", model)
+
+    with pytest.raises(ModelError, match=r"tensor blk\.0\.ffn_up\.weight, rows from 0: .* row 5"):
+        quantize(source, tmp_path / "made.gguf")
