@@ -182,10 +182,10 @@ def quantize_stored(
         weights = read_float32(matrix.stored, rows.start, rows.stop)
         try:
             blocks = quantizer.quantize(weights, type_name, factor)
-        except ModelError as error:  # which names the row of the slice
+        except ModelError as found:  # which names the row of the slice
             raise ModelError(
-                f"tensor {matrix.name}, rows from {rows.start}: {error}", remedy=error.remedy
-            ) from error
+                f"tensor {matrix.name}, rows from {rows.start}: {found}", remedy=found.remedy
+            ) from found
         made.append(blocks)
         error += float(np.square(blocks.dequantized() - weights).sum(dtype=np.float64))
         power += float(np.square(weights).sum(dtype=np.float64))
