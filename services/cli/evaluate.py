@@ -102,7 +102,13 @@ def evaluate(
         typer.echo(f"note: {note}", err=True)
     content = read_text(text, field="--text")
     staged, tokenizer, footprint, name = _open(config, model, arithmetic, threads)
-    cut = cut_windows(content, tokenizer, window=window, max_windows=windows)
+    cut = cut_windows(
+        content,
+        tokenizer,
+        window=window,
+        max_windows=windows,
+        remedy=", or a shorter --window (figures of different windows do not compare)",
+    )
     other = reference_name = None
     if reference:
         other, _, _, reference_name = _open(config, reference, Arithmetic.FLOAT, threads)
@@ -115,17 +121,19 @@ def evaluate(
         reference=reference_name or "",
         reference_arithmetic=WORDS[Arithmetic.FLOAT] if reference else "",
     )
-    if html is not None:
-        write_html(html, subject, found, footprint)
     _print(subject, found, footprint, as_json)
+    if html is not None:  # last: what was computed is not lost if it cannot be written
+        write_html(html, subject, found, footprint)
 
 
 def read_text(path: Path, *, field: str) -> str:
     """A UTF-8 file. Raises `ConfigError` naming the option and the file."""
     try:
-        if path.stat().st_size > MAX_TEXT_BYTES:
+        with path.open("rb") as file:  # which may be a pipe: its length is not known before
+            content = file.read(MAX_TEXT_BYTES + 1)
+        if len(content) > MAX_TEXT_BYTES:
             raise ConfigError(f"{field} {path} is larger than {MAX_TEXT_BYTES >> 20} MiB")
-        return path.read_text(encoding="utf-8")
+        return content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{field} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -27,7 +27,7 @@ def quantize(
         str,
         typer.Argument(
             help="A .gguf file with more bits (F32, F16, BF16, Q8_0), its name in the catalog, or "
-            "a Hugging Face folder."
+            "a Hugging Face folder of Llama or Qwen; of others give a GGUF file."
         ),
     ],
     output: Annotated[Path, typer.Argument(help="The .gguf file to write.")],
@@ -79,7 +79,7 @@ def quantize(
     options = QuantizeOptions(
         bits=bits,
         method=Method(method) if method else usual,
-        calibration=read_text(calibrate, field="--calibrate") if calibrate else "",
+        calibration=read_text(calibrate, field="--calibrate") if calibrate else None,
         calibration_name=calibrate.name if calibrate else "",
         calibration_windows=calibration_windows,
         max_bits_per_weight=max_bits_per_weight,

@@ -109,6 +109,11 @@ def open_packed(
             staging.mkdir()
             try:
                 _pack_into(staging, model, options, progress)
+                if _key(model, options) != folder.name:
+                    raise ModelError(
+                        f"{model.name} changed while it was packed",
+                        remedy="wait until its files are whole, and try again",
+                    )
                 staging.rename(folder)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)

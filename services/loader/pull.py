@@ -123,6 +123,11 @@ def _pulled_as(name: str, cache_dir: Path) -> Path:
             + ", ".join(text for text, path in pulled.items() if path in found),
             remedy="give one of them",
         )
+    if Path(name).is_dir():
+        raise ModelError(
+            f"{name} is a folder without config.json, and no model of the catalog",
+            remedy="give a model folder, as published on the Hugging Face hub",
+        )
     there = f", pulled were: {', '.join(pulled)}" if pulled else ""
     raise ModelError(
         f"no model {name!r:.80} in the catalog; it has: {', '.join(sorted(CATALOG))}{there}",

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.quality.scores import Comparison, Divergence, Perplexity, Scores, log_softmax
-from services.quality.stages import StagedModel
+from services.quality.stages import Stage, StagedModel
 from services.quality.windows import Windows
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ModelError
 from shared.kernel.matrix import Float32
 
 HEAD_ROWS = 64  # logits of so many positions are in memory: 130 MB in binary64 at 256,000 tokens
@@ -57,7 +57,7 @@ def evaluate(
     """Score a text's windows. In memory are the hidden states of all windows, and one layer.
 
     Raises `ConfigError` when the models cannot be compared: other vocabularies, layers or widths,
-    or a window longer than a model's context.
+    or a window longer than a model's context, `ModelError` for numbers that are not finite.
     """
     models = [model] if reference is None else [model, reference]
     _check(models, windows)
@@ -69,7 +69,7 @@ def evaluate(
         for m, states in zip(models, hidden, strict=True):
             stage = m.layer(index)
             for number in range(len(states)):
-                states[number] = stage(states[number])
+                states[number] = _finite(stage, states[number], f"layer {index}")
                 steps.done()
         if reference is not None:
             errors.append(LayerError(index, _relative_rms(*hidden)))
@@ -79,7 +79,10 @@ def evaluate(
         rows = [states[number][scored] for states in hidden]
         for start in range(0, len(targets), HEAD_ROWS):
             part = slice(start, start + HEAD_ROWS)
-            logs = [log_softmax(m.logits(r[part])) for m, r in zip(models, rows, strict=True)]
+            logs = [
+                log_softmax(_finite(m.logits, r[part], "the head"))
+                for m, r in zip(models, rows, strict=True)
+            ]
             for score, log_probabilities in zip(scores, logs, strict=True):
                 score.add(log_probabilities, targets[part])
             if reference is not None:
@@ -95,6 +98,17 @@ def evaluate(
         divergence=comparison.divergence(*perplexities) if reference is not None else None,
         layers=tuple(errors),
     )
+
+
+def _finite(stage: Stage, hidden: Float32, name: str) -> Float32:
+    """What a stage gives. Raises `ModelError` for numbers that would make figures of nothing."""
+    with np.errstate(over="ignore", invalid="ignore"):  # told of below, by name
+        out = stage(hidden)
+    if not np.isfinite(out).all():
+        raise ModelError(
+            f"{name} gives numbers that are not finite", remedy="the model's weights are damaged"
+        )
+    return out
 
 
 class _Steps:

@@ -6,6 +6,9 @@ What it costs is measured beside it: the error of the weights by unit here, that
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +31,13 @@ from services.quality.windows import Windows, cut_windows
 from shared.errors import ConfigError
 from shared.formats.description import ModelDescription
 from shared.formats.gguf import read_gguf
-from shared.formats.gguf_copy import NewTensor, type_bytes, write_gguf_copy
+from shared.formats.gguf_copy import (
+    NewTensor,
+    cannot_write,
+    staging_path,
+    type_bytes,
+    write_gguf_copy,
+)
 from shared.formats.gguf_file import GgufFile, open_gguf
 from shared.formats.gguf_from_folder import write_gguf_from
 from shared.formats.model import read_model
@@ -44,11 +53,11 @@ StageProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """What is wanted. `calibration` is a text, "" for none; `calibration_name` tells of it."""
+    """What is wanted. `calibration` is a text; `calibration_name` tells of it."""
 
     bits: int
     method: Method
-    calibration: str = ""
+    calibration: str | None = None
     calibration_name: str = ""
     calibration_windows: int = 16
     max_bits_per_weight: float | None = None
@@ -56,18 +65,19 @@ class QuantizeOptions:
 
     def __post_init__(self) -> None:
         types_of(self.bits, self.method)
-        if self.calibration and self.method is not Method.SEARCH and not self.max_bits_per_weight:
+        calibrates = self.calibration is not None
+        if calibrates and self.method is not Method.SEARCH and not self.max_bits_per_weight:
             raise ConfigError(
                 f"--calibrate changes nothing with --method {self.method}",
                 remedy="take --method search, or --max-bits-per-weight, or leave it out",
             )
         if self.max_bits_per_weight is None:
             return
-        if not self.max_bits_per_weight > 0:
+        if not (math.isfinite(self.max_bits_per_weight) and self.max_bits_per_weight > 0):
             raise ConfigError(
-                f"--max-bits-per-weight must be positive, got {self.max_bits_per_weight}"
+                f"--max-bits-per-weight must be positive and finite, got {self.max_bits_per_weight}"
             )
-        if not self.calibration:
+        if not calibrates:
             raise ConfigError(
                 "--max-bits-per-weight chooses types by the loss that is measured on a text",
                 remedy="give one with --calibrate",
@@ -109,16 +119,41 @@ def quantize_file(
 
     A Hugging Face folder is written as a GGUF file beside `target` first, which goes at the end.
     Raises `ModelError` for a source that cannot be read, `ConfigError` for a budget that nothing
-    fits, `RequestError` for a calibration text that fills no window.
+    fits or a target that another process is writing, `RequestError` for a calibration text that
+    fills no window.
     """
-    if source.is_dir():
+    with _only_writer(target):
+        if not source.is_dir():
+            return _quantize_gguf(source, target, options, progress)
         whole = target.with_name(f".source-{target.name}")
         try:
             write_gguf_from(read_model(source), whole)
             return _quantize_gguf(whole, target, options, progress)
         finally:
             whole.unlink(missing_ok=True)
-    return _quantize_gguf(source, target, options, progress)
+
+
+@contextlib.contextmanager
+def _only_writer(target: Path) -> Iterator[None]:
+    """Hold the lock of the file that is to become `target`: nobody else writes it, and a folder
+    that cannot be written is known of before anything is computed."""
+    staging = staging_path(target)
+    try:
+        file = staging.open("ab")
+    except OSError as error:
+        raise cannot_write(target, error) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{target} is being written by another process",
+                remedy="wait for it, or give another name",
+            ) from error
+        try:
+            yield
+        finally:
+            staging.unlink(missing_ok=True)
 
 
 def _quantize_gguf(
@@ -174,7 +209,7 @@ class _MomentsSupply:
 
 
 def _windows(description: ModelDescription, options: QuantizeOptions) -> Windows | None:
-    if not options.calibration:
+    if options.calibration is None:
         return None
     return cut_windows(
         options.calibration,
@@ -257,7 +292,7 @@ def _report(
 
 def _told(options: QuantizeOptions) -> str:
     told = f"int{options.bits}, {options.method}"
-    if options.calibration:
+    if options.calibration is not None:
         told += f", calibrated on {options.calibration_name}"
     if options.max_bits_per_weight is not None:
         told += f", at most {options.max_bits_per_weight:g} bits per weight"

@@ -6,6 +6,7 @@ The terminal and the page show the same rows. Knows no model.
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from importlib.util import find_spec
@@ -96,6 +97,10 @@ def check_html(path: Path) -> str:
     """
     if not path.parent.is_dir():
         raise ConfigError(f"--html {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(f"--html {path} is a folder", remedy="give the name of a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--html {path} cannot be written: no permission")
     if find_spec("matplotlib") is None:
         return f"--html {path.name} will have no plot: matplotlib is not installed ({PLOT_EXTRA})"
     return ""

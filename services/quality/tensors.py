@@ -13,7 +13,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ModelError
 from shared.formats.description import (
     EMBEDDING_TENSOR,
     HEAD_TENSOR,
@@ -180,7 +180,12 @@ def quantize_stored(
         factor = conditional_factor(moments)
     for rows in row_slices(matrix.stored):
         weights = read_float32(matrix.stored, rows.start, rows.stop)
-        blocks = quantizer.quantize(weights, type_name, factor)
+        try:
+            blocks = quantizer.quantize(weights, type_name, factor)
+        except ModelError as found:  # which names the row of the slice
+            raise ModelError(
+                f"tensor {matrix.name}, rows from {rows.start}: {found}", remedy=found.remedy
+            ) from found
         made.append(blocks)
         error += float(np.square(blocks.dequantized() - weights).sum(dtype=np.float64))
         power += float(np.square(weights).sum(dtype=np.float64))

@@ -124,10 +124,10 @@ def _gguf_all_sliding(keys: Keys, num_layers: int) -> Options:
 
 
 def _qwen_sliding(keys: Keys, num_layers: int) -> Options:
+    first = keys.optional("max_window_layers", int) or 0
+    layers = _hf_layer_types(keys, num_layers, [*range(max(first, 0), num_layers)])
     if not keys.optional("use_sliding_window", bool):
         return {}
-    first = keys.optional("max_window_layers", int) or 0
-    layers = _hf_layer_types(keys, num_layers, [*range(first, num_layers)])
     return sliding(keys.optional("sliding_window", int), layers)
 
 

@@ -202,7 +202,8 @@ def read_json(folder: Path, name: str, max_bytes: int = MAX_CONFIG_BYTES) -> dic
     except (ValueError, RecursionError) as error:
         raise _bad(name, f"it is no JSON: {error!s:.100}") from error
     if not isinstance(found, dict):
-        raise _bad(name, f"it holds a {type(found).__name__}, not an object")
+        kind = "null" if found is None else f"a {type(found).__name__}"
+        raise _bad(name, f"it holds {kind}, not an object")
     return found
 
 
@@ -212,8 +213,11 @@ def _read(folder: Path, name: str, max_bytes: int) -> bytes | None:
         return None
     if not path.is_file():
         raise _bad(name, "it is no file")
-    with path.open("rb") as file:
-        raw = file.read(max_bytes + 1)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(max_bytes + 1)
+    except OSError as error:
+        raise _bad(name, f"it cannot be read: {error.strerror}") from error
     if len(raw) > max_bytes:
         raise _bad(name, f"it has more than {max_bytes} bytes")
     return raw

@@ -61,19 +61,29 @@ def write_gguf_copy(
     `metadata` are keys of our own. `progress` is told of the weights written and of all. The file
     appears whole, by a rename. Raises `ModelError` when it cannot be written.
     """
-    staging = target.with_name(f".partial-{target.name}")
+    staging = staging_path(target)
     try:
         _write(source, staging, replaced, metadata, progress)
         with staging.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(staging, target)
     except OSError as error:
-        raise ModelError(
-            f"{target} cannot be written: {error.strerror}",
-            remedy="free some space, or give another place",
-        ) from error
+        raise cannot_write(target, error) from error
     finally:
         staging.unlink(missing_ok=True)
+
+
+def staging_path(target: Path) -> Path:
+    """Where `target` is written until it is whole."""
+    return target.with_name(f".partial-{target.name}")
+
+
+def cannot_write(target: Path, error: OSError) -> ModelError:
+    """What to raise for a file that cannot be written. NumPy's error has a text alone."""
+    return ModelError(
+        f"{target} cannot be written: {error.strerror or error}",
+        remedy="free some space, or give another place",
+    )
 
 
 def block_bytes(type_name: str, blocks: Int4Blocks | Int8Blocks) -> Bytes:

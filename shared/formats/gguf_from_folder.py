@@ -9,6 +9,7 @@ hd head_dim.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from shared.errors import ModelError
 from shared.formats.architectures import ARCHITECTURES, Architecture
 from shared.formats.description import ModelDescription, TensorView, is_vector
 from shared.formats.gguf import read_gguf
+from shared.formats.gguf_copy import cannot_write
 from shared.formats.placement import places
 from shared.kernel.matrix import Float32
 from shared.model.config import ModelConfig
@@ -35,7 +37,7 @@ _DIGITS = PRE_TOKENIZERS["starcoder"].patterns[0]
 def write_gguf_from(description: ModelDescription, target: Path) -> None:
     """Write the model of a folder to `target`. One tensor is in memory.
 
-    Raises `ModelError` naming what GGUF cannot hold of it.
+    Raises `ModelError` naming what GGUF cannot hold of it, or why it cannot be written.
     """
     architecture = next(a for a in ARCHITECTURES if a.name == description.config.architecture)
     config = replace(description.config, rope_pairing=architecture.gguf_pairing)
@@ -48,9 +50,12 @@ def write_gguf_from(description: ModelDescription, target: Path) -> None:
         _add_tensors(writer, description, architecture, config)
         writer.close()
         _check(description, config, target)
-    except BaseException:
-        writer.close()
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # a full disk is met again when the rest is written
+            writer.close()
         target.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise cannot_write(target, error) from error
         raise
 
 
@@ -147,7 +152,9 @@ def _add_tensors(
         place = where[key]
         shape = (view.cols,) if is_vector(key) else (view.rows, view.cols)
         if place.source_shape != shape or place.order is not None:
-            raise _bad(description, f"{key} lies in GGUF among others, which is not supported")
+            raise _bad(
+                description, f"{key} would lie in one tensor with others, which is not written"
+            )
         size = 4 if kinds[key] == gguf.GGMLQuantizationType.F32 else 2
         byte_shape = (*shape[:-1], shape[-1] * size)
         writer.add_tensor_info(
@@ -192,7 +199,7 @@ def _check(description: ModelDescription, config: ModelConfig, target: Path) -> 
             else (ours == theirs)
         )  # GGUF's numbers are binary32
         if not same:
-            raise _bad(description, f"GGUF cannot tell of {field.name} {theirs!r:.80}")
+            raise _bad(description, f"no GGUF key is written for {field.name} {theirs!r:.80}")
 
 
 def _bad(description: ModelDescription, what: str) -> ModelError:

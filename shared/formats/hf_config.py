@@ -54,10 +54,10 @@ def read_hf_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     _refuse_unsupported(keys, architecture)
     num_layers = keys.required("num_hidden_layers", int)
     if not 1 <= num_layers <= MAX_LAYERS:  # before a loop over them
-        raise keys.bad(f"num_hidden_layers is {num_layers}")
+        raise keys.bad(f"num_hidden_layers must be in 1..{MAX_LAYERS}, got {num_layers!r:.40}")
     hidden, heads = keys.required("hidden_size", int), keys.required("num_attention_heads", int)
     if heads < 1:
-        raise keys.bad(f"num_attention_heads is {heads}")
+        raise keys.bad(f"num_attention_heads must be at least 1, got {heads!r:.40}")
     head_dim = keys.optional("head_dim", int) or hidden // heads
     act_key = "hidden_activation" if values.get("hidden_activation") else "hidden_act"
     act = keys.optional(act_key, str) or "silu"
@@ -163,7 +163,7 @@ def _scaling(keys: Keys, parameters: Keys) -> RopeScaling | None:
     original = original or keys.optional("original_max_position_embeddings", int)
     positions = keys.required("max_position_embeddings", int)
     if not 1 <= positions < 2**31:
-        raise keys.bad(f"max_position_embeddings is {positions!r:.40}")
+        raise keys.bad(f"max_position_embeddings must be in 1..{2**31 - 1}, got {positions!r:.40}")
     original = original or positions
     attention = parameters.optional("attention_factor", float)
     try:

@@ -37,6 +37,8 @@ class MappedFile:
     def __init__(self, path: Path, format_name: str) -> None:
         """Raises `ModelError` when the file is missing or empty, or obviously something else."""
         self.path = path
+        if path.exists() and not path.is_file():  # a pipe would be waited for without end
+            raise ModelError(f"{path} is no regular file", remedy=FILE_REMEDY)
         try:
             with path.open("rb") as file:
                 self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

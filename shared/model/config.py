@@ -76,7 +76,7 @@ class ModelConfig:
                 continue
             kind = field.type.removesuffix(" | None") if isinstance(field.type, str) else ""
             if kind == "int" and field.name != "bos_token_id" and not 1 <= value < 2**31:
-                raise ModelError(f"{field.name} must be positive, got {value!r}")
+                raise ModelError(f"{field.name} must be in 1..{2**31 - 1}, got {value!r:.40}")
             if kind == "float" and not (math.isfinite(value) and value > 0):
                 raise ModelError(f"{field.name} must be positive and finite, got {value!r}")
         for name in ("hidden_size", "intermediate_size", "kv_dim", "q_dim"):

@@ -69,6 +69,7 @@ def test_evaluate_draws_tables_for_people(folder: Path) -> None:
         (["--text", "source.gguf"], 2, "--text source.gguf is not UTF-8"),
         (["--cluster"], 2, "--cluster cannot score a text"),
         (["--html", "nowhere/report.html"], 2, "there is no folder nowhere"),
+        (["--html", "."], 2, "--html . is a folder"),
         (["--reference", "missing.gguf"], 1, "there is no file missing.gguf"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,16 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not one of silu"),
     "missing key": ({"intermediate_size": REMOVED}, "key intermediate_size is missing"),
     "wrong type": ({"hidden_size": "64"}, "key hidden_size must be int, got '64'"),
-    "layers": ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),
-    "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+    "layers": (
+        {"num_hidden_layers": 2**31},
+        "num_hidden_layers must be in 1..4096, got 2147483648",
+    ),
+    "vocabulary": ({"vocab_size": 10**12}, "vocab_size must be in 1..2147483647, got 10000"),
+    "layer types without a window": (
+        {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["linear_attention"] * 2},
+        "layer_types: 'linear_attention' is not supported",
+    ),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
     "width": ({"hidden_size": 72}, "hidden_size must be a multiple of 32, got 72"),
     "dynamic rope": (
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -281,6 +290,29 @@ def test_a_folder_is_packed_once_and_again_when_a_file_changes(tmp_path: Path) -
     assert first.manifest.model_id.startswith("tiny@")
     assert again.folder == first.folder
     assert changed.manifest.model_id != first.manifest.model_id
+
+
+def test_a_folder_that_changes_while_it_is_packed_is_not_kept(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+
+    def grow(stage: str, done: int, total: int) -> None:
+        (folder / "config.json").write_text(json.dumps(hf_config()) + "\n" * 9)
+
+    with pytest.raises(ModelError, match="model changed while it was packed"):
+        open_packed(folder, tmp_path / "cache", progress=grow)
+
+    assert not list((tmp_path / "cache" / "packed").glob("*/"))
+    assert open_packed(folder, tmp_path / "cache").manifest.shards
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+
+    with pytest.raises(ModelError, match=r"is no (regular )?file|has no config"):
+        read_model(folder)
 
 
 def test_a_snapshot_of_the_hubs_cache_is_called_as_its_model(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from shared.formats.gguf_from_folder import write_gguf_from
 from shared.formats.model import read_model
 from shared.model.float_model import FloatModel
 from shared.text.tokenizer import Tokenizer
+from tests.full_disk import full_disk
 from tests.hf_folders import byte_tokenizer
 from tests.hf_folders import write_folder as write_byte_folder
 
@@ -105,8 +106,19 @@ def test_what_the_file_could_not_tell_is_refused_and_leaves_nothing(
 ) -> None:
     folder = write_folder(tmp_path / "folder", **changes)
 
-    with pytest.raises(ModelError, match=f"cannot be written as GGUF: GGUF cannot tell of {what}"):
+    message = f"cannot be written as GGUF: no GGUF key is written for {what}"
+    with pytest.raises(ModelError, match=message):
         write_gguf_from(read_model(folder), tmp_path / "made.gguf")
+    assert not (tmp_path / "made.gguf").exists()
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 40_000])
+def test_a_full_disk_is_told_of_and_leaves_nothing(tmp_path: Path, num_bytes: int) -> None:
+    description = read_model(write_folder(tmp_path / "folder"))
+
+    with full_disk(num_bytes), pytest.raises(ModelError, match=r"cannot be written: (?!None)"):
+        write_gguf_from(description, tmp_path / "made.gguf")
+
     assert not (tmp_path / "made.gguf").exists()
 
 

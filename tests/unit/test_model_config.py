@@ -140,7 +140,7 @@ def test_options_survive_json() -> None:
         ({"sliding_layers": (1,)}, "sliding_window is missing"),
         ({"sliding_layers": (1, 0), "sliding_window": 4}, "sliding_layers must be layers in asc"),
         ({"rope_free_layers": (4,)}, "rope_free_layers must be layers"),
-        ({"sliding_window": 0}, "sliding_window must be positive, got 0"),
+        ({"sliding_window": 0}, "sliding_window must be in 1..2147483647, got 0"),
         ({"rope_dim": 18}, "rope_dim must be even and at most head_dim 16, got 18"),
         ({"logit_softcap": -1.0}, "logit_softcap must be positive and finite, got -1.0"),
         ({"attention_scale": math.inf}, "attention_scale must be positive and finite"),

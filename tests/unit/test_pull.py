@@ -163,6 +163,16 @@ def test_an_unknown_name_lists_the_names_and_says_that_a_path_works(tmp_path: Pa
     assert "path of a .gguf file" in caught.value.remedy
 
 
+def test_a_folder_without_a_model_is_called_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ModelError, match=r"mine is a folder without config\.json"):
+        resolve_model("mine", tmp_path / "cache")
+
+
 def test_every_catalog_entry_is_pinned() -> None:
     for name, entry in CATALOG.items():
         assert entry.name == name

@@ -14,7 +14,7 @@ from services.quality.footprint import footprint_of
 from services.quality.scores import log_softmax
 from services.quality.stages import FloatStages, KernelModel
 from services.quality.windows import Windows, cut_windows
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ModelError
 from shared.formats.gguf import read_gguf
 from shared.model.backend import pick_backend
 from shared.model.config import ModelConfig
@@ -143,6 +143,19 @@ def test_a_window_longer_than_the_models_context_is_refused(opened: Opened) -> N
 
     with pytest.raises(ConfigError, match="--window 129 is longer than the model's context of 128"):
         evaluate(opened.floats(), Windows(ids, ids[:, 65:], 64, 129))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "where"), [("blk.1.attn_norm.weight", "layer 1"), ("output_norm.weight", "the head")]
+)
+def test_numbers_that_grow_beyond_all_bounds_are_told_of(
+    tmp_path: Path, tensor: str, where: str
+) -> None:
+    huge = (np.full(TinyModel().hidden, 3e38, np.float32), "F32")
+    opened = Opened(tmp_path, replace(TinyModel(), tensors={tensor: huge}))
+
+    with pytest.raises(ModelError, match=f"{where} gives numbers that are not finite"):
+        evaluate(opened.floats(), opened.windows)
 
 
 def test_a_footprint_counts_every_weight(opened: Opened) -> None:

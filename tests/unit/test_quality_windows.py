@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from services.quality import windows
 from services.quality.windows import cut_windows
 from shared.errors import ConfigError, RequestError
 from shared.text.tokenizer import Tokenizer
@@ -66,3 +67,28 @@ def test_a_window_too_short_to_say_anything_is_refused() -> None:
 def test_only_the_first_windows_are_taken_when_asked() -> None:
     assert len(cut_windows(TEXT, tokenizer(), window=16, max_windows=3).inputs) == 3
     assert len(cut_windows(TEXT, tokenizer(), window=16).first(2).targets) == 2
+
+
+@pytest.mark.parametrize("text", [TEXT * 500, "\u00e9\u20ac " * 9000], ids=["ascii", "wide"])
+def test_of_a_long_text_as_much_is_read_as_the_windows_take(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "MIN_START_CHARS", 100)
+    whole = cut_windows(text, tokenizer(), window=32)
+
+    cut = cut_windows(text, tokenizer(), window=32, max_windows=7)
+
+    assert np.array_equal(cut.inputs, whole.inputs[:7])
+    assert np.array_equal(cut.targets, whole.targets[:7])
+    assert cut.num_tokens < whole.num_tokens / 2
+
+
+def test_a_text_that_is_too_long_at_once_is_refused_unless_few_windows_are_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(windows, "MIN_START_CHARS", 100)
+    monkeypatch.setattr(windows, "MAX_TEXT_CHARS", 2000)
+
+    with pytest.raises(RequestError, match="has 8000 characters; at most 2000 are tokenised"):
+        cut_windows(TEXT * 100, tokenizer(), window=32)
+    assert len(cut_windows(TEXT * 100, tokenizer(), window=32, max_windows=2).inputs) == 2

@@ -17,6 +17,7 @@ from shared.errors import ConfigError, ModelError, RequestError
 from shared.formats.gguf import read_gguf
 from shared.formats.gguf_file import open_gguf
 from shared.text.tokenizer import Tokenizer
+from tests.full_disk import full_disk
 from tests.gguf_files import TinyModel, write_gguf
 
 
@@ -197,8 +198,10 @@ def test_a_source_of_few_bits_is_told_of(tmp_path: Path) -> None:
         ({"bits": 5}, "--bits must be 4 or 8, got 5"),
         ({"bits": 8, "method": Method.RANGE}, "--method range is for --bits 4"),
         ({"max_bits_per_weight": 4.75}, "--max-bits-per-weight chooses types by the loss"),
-        ({"max_bits_per_weight": -1.0, "calibration": "x"}, "must be positive, got -1"),
+        ({"max_bits_per_weight": -1.0, "calibration": "x"}, "must be positive and finite, got -1"),
+        ({"max_bits_per_weight": float("inf"), "calibration": "x"}, "and finite, got inf"),
         ({"method": Method.RANGE, "calibration": "x"}, "--calibrate changes nothing"),
+        ({"method": Method.RANGE, "calibration": ""}, "--calibrate changes nothing"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:
@@ -216,9 +219,54 @@ def test_a_budget_below_the_smallest_types_is_refused_before_anything_is_written
     assert not (tmp_path / "made.gguf").exists()
 
 
-def test_a_calibration_text_that_fills_no_window_is_refused(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["too short", ""])
+def test_a_calibration_text_that_fills_no_window_is_refused(
+    source: Path, tmp_path: Path, text: str
+) -> None:
     with pytest.raises(RequestError, match="fewer than one window of 128"):
-        quantize(source, tmp_path / "made.gguf", calibration="too short")
+        quantize(source, tmp_path / "made.gguf", calibration=text)
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 40_000])
+def test_a_full_disk_is_told_of_and_leaves_nothing(
+    source: Path, tmp_path: Path, num_bytes: int
+) -> None:
+    with (
+        full_disk(num_bytes),
+        pytest.raises(ModelError, match=r"made\.gguf cannot be written: (?!None)"),
+    ):
+        quantize(source, tmp_path / "made.gguf")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_do_not_write_the_same_file(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "made.gguf"
+    refusals: list[ConfigError] = []
+
+    def meanwhile(stage: str, done: int, total: int) -> None:
+        if not refusals:
+            with pytest.raises(ConfigError, match="being written by another process") as caught:
+                quantize(source, target)
+            refusals.append(caught.value)
+
+    options = QuantizeOptions(bits=4, method=Method.SEARCH)
+    quantize_file(source, target, options, progress=meanwhile)
+
+    assert refusals
+    assert open_gguf(target).tensors
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_folder_that_cannot_be_written_is_known_of_before_work(
+    source: Path, tmp_path: Path
+) -> None:
+    def work(stage: str, done: int, total: int) -> None:
+        raise AssertionError("nothing is to be computed")
+
+    options = QuantizeOptions(bits=4, method=Method.SEARCH)
+    with pytest.raises(ModelError, match=r"made\.gguf cannot be written: No such file"):
+        quantize_file(source, tmp_path / "away" / "made.gguf", options, progress=work)
 
 
 def test_the_file_says_how_it_was_made(source: Path, tmp_path: Path) -> None:
@@ -239,3 +287,15 @@ def test_numbers_that_are_not_finite_end_it(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"ffn_up\.weight holds NaN"):
         quantize(source, tmp_path / "made.gguf")
     assert not (tmp_path / "made.gguf").exists()
+
+
+def test_a_weight_beyond_fp16_is_named_by_its_tensor(tmp_path: Path) -> None:
+    huge = np.zeros((96, 64), np.float32)
+    huge[5, 7] = 3e7
+    model = TinyModel(
+        matrix_type="F16", embedding_type="F16", tensors={"blk.0.ffn_up.weight": (huge, "F32")}
+    )
+    source = write_gguf(tmp_path / "source.gguf", model)
+
+    with pytest.raises(ModelError, match=r"tensor blk\.0\.ffn_up\.weight, rows from 0: .* row 5"):
+        quantize(source, tmp_path / "made.gguf")
