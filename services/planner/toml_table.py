@@ -57,7 +57,12 @@ class Table:
         return int(value)
 
     def number(
-        self, name: str, default: float | None = None, *, least: float = 0.0, most: float = MAX_NUMBER
+        self,
+        name: str,
+        default: float | None = None,
+        *,
+        least: float = 0.0,
+        most: float = MAX_NUMBER,
     ) -> float:
         """A number from `least` up to `most`."""
         value = self._take(name, default)
@@ -70,7 +75,9 @@ class Table:
             raise self.error(name, f"must be {bounds}, got {value!r:.80}")
         return float(value)
 
-    def positive(self, name: str, default: float | None = None, *, most: float = MAX_NUMBER) -> float:
+    def positive(
+        self, name: str, default: float | None = None, *, most: float = MAX_NUMBER
+    ) -> float:
         value = self.number(name, default, most=most)
         if value == 0:
             raise self.error(name, "must be more than 0, got 0")
