@@ -107,7 +107,7 @@ def plan(
             spares=spares,
             groups=groups,
             strategy=Strategy(strategy) if strategy else None,
-            max_token_s=max_token_time or math.inf,
+            max_token_s=math.inf if max_token_time is None else max_token_time,
         ),
         price_per_kwh=price,
         currency=currency,

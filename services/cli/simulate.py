@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 MAX_HOURS = 24.0 * 31
 DEFAULT_SPARES_SHARE = 0.01
 DEFAULT_REQUESTS = 10_000
+MAX_RESIZE = 10_000_000
+MAX_REQUESTS = 10_000_000  # each is kept whole, with its times: some GB
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @app.command()
 def simulate(
+    invoked: typer.Context,
     model: Annotated[
         str,
         typer.Option("--model", "-m", help="A name, or a .toml file with one [model.NAME]."),
@@ -122,6 +125,7 @@ def simulate(
     from services.simulator.report import to_dict, to_lines
     from services.simulator.simulation import Simulation
 
+    _refuse_idle(invoked, article=article, growth=growth, trace=trace)
     if article:
         _show_article(requests or DEFAULT_REQUESTS, seed=seed, as_json=as_json)
         return
@@ -149,7 +153,7 @@ def simulate(
     )
     load = _load(
         trace, requests, rate, burst, hours=hours, prompt=prompt, answer=answer, spread=spread,
-        seed=seed,
+        context=context, seed=seed,
     )  # fmt: skip
     if cost:
         from services.cli.simulate_growth import cost as cost_of
@@ -173,6 +177,30 @@ def simulate(
             typer.echo(line)
     if outcome.lost:
         raise typer.Exit(EXIT_FAILED)
+
+
+OF_ARTICLE = frozenset({"article", "requests", "seed", "as_json"})
+OF_GROWTH = frozenset(
+    {"growth", "model", "pool", "requests", "hours", "seed", "plot", "as_json"},
+)
+NOT_OF_TRACE = frozenset({"requests", "rate", "burst", "prompt", "answer", "spread"})
+
+
+def _refuse_idle(
+    invoked: typer.Context, *, article: bool, growth: str | None, trace: Path | None
+) -> None:
+    """Raise `ConfigError` naming an option that was given and would do nothing."""
+    for parameter in invoked.command.params:
+        name, source = parameter.name or "", invoked.get_parameter_source(parameter.name or "")
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        option = parameter.opts[0]
+        if article and name not in OF_ARTICLE:
+            raise ConfigError(f"--article is a world of its own: {option} does nothing there")
+        if growth is not None and not article and name not in OF_GROWTH:
+            raise ConfigError(f"--growth {growth} takes no {option}")
+        if trace is not None and name in NOT_OF_TRACE:
+            raise ConfigError(f"--trace {trace} says what comes and when: {option} does nothing")
 
 
 def _show_article(num_tasks: int, *, seed: int, as_json: bool) -> None:
@@ -295,29 +323,41 @@ def _load(
     prompt: int,
     answer: int,
     spread: float,
+    context: int,
     seed: int,
 ) -> Load:
     from services.simulator.draws import streams
-    from services.simulator.load import Bursty, Poisson, Sizes, drawn_load, read_trace
+    from services.simulator.load import Bursty, Poisson, Sizes, drawn_load, fit_context, read_trace
 
     if trace is not None:
-        if requests is not None or rate is not None:
-            raise ConfigError(f"--trace {trace} says how many come: no --requests, no --rate")
-        return read_trace(trace)
+        load = read_trace(trace, context=context)
+        if load.asked[0].at_s >= hours * 3600:
+            raise ConfigError(
+                f"--trace {trace}: its first request comes at {load.asked[0].at_s:,.0f} s, "
+                f"after the end (--hours {hours:g})"
+            )
+        return load
+    if prompt + answer > context:
+        raise ConfigError(
+            f"--prompt {prompt} and --answer {answer} must fit --context {context} together"
+        )
     if requests is not None and rate is not None:
         raise ConfigError(f"--requests {requests} and --rate {rate:g} both say how many: give one")
     if rate is not None:
         requests = max(1, round(rate * hours * 3600))
     number = requests or DEFAULT_REQUESTS
+    if number > MAX_REQUESTS:
+        raise ConfigError(f"there may be {MAX_REQUESTS:,} requests in all, got {number:,}")
     per_s = number / (hours * 3600)
     rngs = streams(seed)
-    return drawn_load(
+    load = drawn_load(
         Poisson(per_s) if burst is None else Bursty(per_s, peak=burst),
         Sizes(prompt, answer, spread),
         number,
         arrivals_rng=rngs["arrivals"],
         sizes_rng=rngs["sizes"],
     )
+    return fit_context(load, context)
 
 
 def _check_numbers(
@@ -350,8 +390,11 @@ def _resize(text: str) -> Resize:
         num_nodes = int(number)
     except ValueError:
         at_s, num_nodes = -1.0, 0
-    if not 0.0 <= at_s <= MAX_HOURS * 3600 or num_nodes == 0:
-        raise ConfigError(f"--resize must be TIME:NODES such as 20m:+1000, got {text!r}")
+    if not 0.0 <= at_s <= MAX_HOURS * 3600 or not 1 <= abs(num_nodes) <= MAX_RESIZE:
+        raise ConfigError(
+            f"--resize must be TIME:NODES such as 20m:+1000, got {text!r:.80}",
+            remedy=f"of 1 to {MAX_RESIZE:,} nodes, within {MAX_HOURS:g} hours",
+        )
     return Resize(at_s, num_nodes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -161,7 +162,8 @@ def _draw_memory(plan: Plan, axes: Axes) -> None:
 
 
 def _draw_limits(plan: Plan, axes: Axes) -> None:
-    limits = list(plan.limits[:10])[::-1]
+    finite = [limit for limit in plan.limits if math.isfinite(limit.full_at_nodes)]
+    limits = finite[:10][::-1]
     colors = [OTHER if limit.full_at_nodes < plan.pool.num_nodes else GOOD for limit in limits]
     axes.barh([limit.what for limit in limits], [x.full_at_nodes for x in limits], color=colors)
     axes.set_xscale("log")

@@ -37,7 +37,7 @@ class ServerLoad:
 @dataclass(frozen=True, slots=True)
 class Limit:
     """Something that all nodes share: how much of it is used, of how much, and the number of nodes
-    of a pool like this one at which it is full."""
+    of a pool like this one at which it is full; infinite for what grows with them."""
 
     what: str
     used: float
@@ -89,9 +89,12 @@ def limits(pool: Pool, placement: Placement, load: ServerLoad) -> list[Limit]:
     share = servers.max_utilisation
     found = []
 
-    def add(what: str, used: float, available: float, unit: str) -> None:
+    def add(
+        what: str, used: float, available: float, unit: str, *, full_at: float | None = None
+    ) -> None:
         if used > 0:
-            found.append(Limit(what, used, available, unit, nodes * available / used))
+            at = nodes * available / used if full_at is None else full_at
+            found.append(Limit(what, used, available, unit, at))
 
     for count in (1, servers.broker_max_nodes):
         name = "one RabbitMQ node" if count == 1 else f"a RabbitMQ cluster of {count}"
@@ -109,13 +112,16 @@ def limits(pool: Pool, placement: Placement, load: ServerLoad) -> list[Limit]:
         add(f"{name}, bytes", load.redis_bytes_per_s, rate, "B/s")
         most = count * servers.redis_memory_bytes
         add(f"{name}, memory", load.redis_memory_bytes, most, "B")
-    for what, used, available in _uplinks(pool, placement):
-        add(what, used, available, "B/s")
+    for what, used, available, size in _uplinks(pool, placement):
+        # Each switch brings its uplinks and its nodes: they are full from the second one on, or
+        # at no number of nodes.
+        add(what, used, available, "B/s", full_at=size if used >= available else math.inf)
     return sorted(found, key=lambda limit: limit.full_at_nodes)
 
 
-def _uplinks(pool: Pool, placement: Placement) -> list[tuple[str, float, float]]:
-    """Bytes a second that leave the switches of each tier, of all of them together."""
+def _uplinks(pool: Pool, placement: Placement) -> list[tuple[str, float, float, float]]:
+    """Bytes a second that leave the switches of each tier, of all of them together, what these
+    carry, and the nodes under one of them."""
     network = pool.network
     crossing = [0.0] * len(network.tiers)
     for stage, step in zip(placement.stages, placement.steps, strict=True):
@@ -128,8 +134,6 @@ def _uplinks(pool: Pool, placement: Placement) -> list[tuple[str, float, float]]
     for tier, spec in enumerate(network.tiers[:-1]):
         switches = math.ceil(pool.num_nodes / units_of(network, tier))
         capacity = switches * spec.uplink_bytes_per_s
-        # More nodes bring more switches; their uplinks are full when each one's share is.
-        found.append(
-            (f"uplinks of all {switches:,} {spec.name} switches", crossing[tier], capacity)
-        )
+        name = f"uplinks of all {switches:,} {spec.name} switches"
+        found.append((name, crossing[tier], capacity, units_of(network, tier)))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from services.planner.cost import slice_rows
@@ -38,6 +39,10 @@ def check_question(model: ModelSpec, question: Question) -> None:
         raise ConfigError(
             f"--prompt must be in 1..{question.context} (--context), got {question.prompt}"
         )
+    if not wishes.max_token_s > 0:
+        raise ConfigError(f"--max-token-time must be more than 0, got {wishes.max_token_s:g}")
+    if not 0 <= question.price_per_kwh < math.inf:
+        raise ConfigError(f"--price must be a number from 0 on, got {question.price_per_kwh:g}")
     if wishes.concurrency is not None and wishes.concurrency < 1:
         raise ConfigError(f"--concurrency must be 1 or more, got {wishes.concurrency}")
     if wishes.groups is not None and not 1 <= wishes.groups <= model.num_hidden_layers:

@@ -166,7 +166,7 @@ def _strategies(plan: Plan) -> Section:
         "Pipeline, tensor or expert parallel",
         (
             "strategy", "least nodes", "slots", "messages a token", "bytes a token",
-            "a token alone", "tokens/s",
+            "a token takes", "tokens/s",
         ),
         tuple(rows),
         (*notes, why_best(plan)),

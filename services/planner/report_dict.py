@@ -103,7 +103,7 @@ def _asked(model: str, pool: Pool, question: Question) -> dict[str, Any]:
 def _placement(found: Placement, least_nodes: int) -> dict[str, Any]:
     return {
         "tokens_per_s": found.tokens_per_s,
-        "token_alone_s": found.latency.total,
+        "token_s": found.latency.total,
         "messages_per_token": found.traffic.messages,
         "message_bytes_per_token": found.traffic.num_bytes,
         "batch": found.batch,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 from services.planner.plan import Plan
 from services.planner.section import Section
 from services.planner.timing import Seconds
@@ -61,15 +64,13 @@ def failures_section(plan: Plan) -> Section:
         )
         for each in failures.availability
     ]
-    needed = failures.spares_for_target
     notes = [
         f"{three_digits(failures.per_hour)} failures an hour, one each "
         f"{human_seconds(failures.mtbf_s)}; {share(failures.up_share)} of the nodes are up",
         f"one interrupts {three_digits(failures.sequences_each)} sequences for "
         f"{human_seconds(failures.pause_s)} each, {share(failures.lost_share)} of all their time; "
         f"loading its weights again takes {human_seconds(failures.reload_s)}",
-        f"{'more than 10,000' if needed is None else needed} spares of each slot keep the full "
-        "rate for 99.9 % of the time",
+        _spares_needed(plan),
     ]
     return Section(
         "Failures: the share of time with so many spares of each slot",
@@ -77,6 +78,50 @@ def failures_section(plan: Plan) -> Section:
         tuple(rows),
         tuple(notes),
         frozenset(),
+    )
+
+
+def _too_much(plan: Plan) -> Iterator[str]:
+    """What one cluster of the largest size cannot carry, and the tokens that it could."""
+    load, servers = plan.load, plan.pool.servers
+    for what, needed, most, noun in (
+        ("RabbitMQ cluster", load.broker_nodes, servers.broker_max_nodes, "nodes"),
+        ("Redis Cluster", load.redis_shards, servers.redis_max_shards, "shards"),
+    ):
+        if needed > most:
+            worst = max(
+                limit.utilisation for limit in plan.limits
+                if limit.what.startswith(f"a {what} of {most},")
+            )  # fmt: skip
+            rate = plan.tokens_per_s
+            yield (
+                f"{needed:,} {noun} are more than a {what} has ({most:,}): one carries "
+                f"{three_digits(rate / worst)} of the {three_digits(rate)} tokens/s; "
+                + _remedy(plan, math.ceil(worst))
+            )
+
+
+def _remedy(plan: Plan, parts: int) -> str:
+    """What would carry the rest: clusters side by side, each with a part of the pool."""
+    each = plan.pool.num_nodes // parts
+    least = plan.search.least_nodes[plan.placement.strategy]
+    if each >= least:
+        return f"all take {parts:,} clusters of servers, each with {each:,} nodes of its own"
+    return (
+        f"all would take {parts:,} clusters of servers, and {each:,} nodes beside each hold no "
+        f"copy of the model, which takes {least:,}"
+    )
+
+
+def _spares_needed(plan: Plan) -> str:
+    """Spares of each slot for the usual target, and the nodes that they are."""
+    needed = plan.failures.spares_for_target
+    if needed is None:
+        return "more than 10,000 spares of each slot keep the full rate for 99.9 % of the time"
+    nodes = needed * sum(copies.slot.number for copies in plan.placement.copies)
+    return (
+        f"{needed} {'spare' if needed == 1 else 'spares'} of each slot, {nodes:,} nodes, keep the "
+        "full rate for 99.9 % of the time"
     )
 
 
@@ -106,10 +151,10 @@ def limits_section(plan: Plan) -> Section:
             f"{scaled(limit.used)}{limit.unit}",
             f"{scaled(limit.available)}{limit.unit}",
             times_full(limit.utilisation),
-            human_count(limit.full_at_nodes),
+            "never" if limit.full_at_nodes == math.inf else human_count(limit.full_at_nodes),
         )
         for limit in plan.limits
-        if limit.full_at_nodes < 1000 * plan.pool.num_nodes
+        if limit.full_at_nodes < 1000 * plan.pool.num_nodes or limit.full_at_nodes == math.inf
     ]
     notes = []
     if plan.limits:
@@ -117,6 +162,7 @@ def limits_section(plan: Plan) -> Section:
         notes.append(
             f"first to break: {first.what}, at the load of {human_count(first.full_at_nodes)} nodes"
         )
+        notes += list(_too_much(plan))
     return Section(
         "What breaks first",
         ("shared by all", "used", "there is", "full", "full at nodes"),

@@ -10,6 +10,9 @@ from typing import Any
 
 from shared.errors import ConfigError
 
+MAX_WHOLE = 10**18
+MAX_NUMBER = 1e18  # products of a few such numbers, and of their inverses, are finite yet
+
 
 class Table:
     """One table of a file. Each field is taken once; `done` refuses what nobody asked for."""
@@ -47,26 +50,39 @@ class Table:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or value != int(value):
             raise self.error(name, f"must be a whole number, got {value!r:.80}")
-        if not least <= value < 1 << 62:
+        if value < least:
             raise self.error(name, f"must be at least {least}, got {value!r:.80}")
+        if value > MAX_WHOLE:
+            raise self.error(name, f"must be at most {MAX_WHOLE:g}, got {value!r:.80}")
         return int(value)
 
     def number(
-        self, name: str, default: float | None = None, *, least: float = 0.0, most: float = math.inf
+        self,
+        name: str,
+        default: float | None = None,
+        *,
+        least: float = 0.0,
+        most: float = MAX_NUMBER,
     ) -> float:
-        """A finite number above 0, or from `least` up to `most`."""
+        """A number from `least` up to `most`."""
         value = self._take(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.error(name, f"must be a number, got {value!r:.80}")
-        if not math.isfinite(value) or not least <= value <= most:
-            bounds = f"{least:g} or more" if most == math.inf else f"in {least:g}..{most:g}"
+        if not least <= value <= most:
+            is_too_large = most == MAX_NUMBER and value > most
+            bounds = f"{least:g} or more" if most == MAX_NUMBER else f"in {least:g}..{most:g}"
+            bounds = f"at most {most:g}" if is_too_large else bounds
             raise self.error(name, f"must be {bounds}, got {value!r:.80}")
         return float(value)
 
-    def positive(self, name: str, default: float | None = None, *, most: float = math.inf) -> float:
+    def positive(
+        self, name: str, default: float | None = None, *, most: float = MAX_NUMBER
+    ) -> float:
         value = self.number(name, default, most=most)
         if value == 0:
             raise self.error(name, "must be more than 0, got 0")
+        if value < 1 / MAX_NUMBER:
+            raise self.error(name, f"must be at least {1 / MAX_NUMBER:g}, got {value!r}")
         return value
 
     def table(self, name: str, *, required: bool = True) -> Table:

@@ -55,7 +55,7 @@ def human_count(value: float) -> str:
 
 def share(value: float) -> str:
     """A share in per cent, as many nines as it has."""
-    if 0.999 < value < 1:
+    if 0.999 < value < 1 - 5e-12:  # beyond that nine digits show no more than 100
         return f"{100 * value:.{min(9, 2 + math.ceil(-math.log10(1 - value)) - 2)}f} %"
     return f"{three_digits(100 * value)} %"
 

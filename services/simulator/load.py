@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -115,14 +115,29 @@ def drawn_load(
     return Load(tuple(map(Asked, times, prompts, answers)))
 
 
-def read_trace(path: Path) -> Load:
+def fit_context(load: Load, context: int) -> Load:
+    """The load as clients ask it who know that prompt and answer share `context` positions (2 or
+    more): the longest are cut to it."""
+    cut = []
+    for asked in load.asked:
+        if asked.num_prompt + asked.num_tokens > context:
+            prompt = min(asked.num_prompt, context - 1)
+            asked = replace(
+                asked, num_prompt=prompt, num_tokens=min(asked.num_tokens, context - prompt)
+            )
+        cut.append(asked)
+    return replace(load, asked=tuple(cut))
+
+
+def read_trace(path: Path, *, context: int = 2 * MAX_TOKENS) -> Load:
     """A CSV file with a header: `at_s,prompt,answer` (seconds, tokens, tokens), in any order.
 
-    Raises `ConfigError` naming the file, the line and the value that cannot be read.
+    Raises `ConfigError` naming the file, the line and the value that cannot be read, or that has
+    no place in `context` positions.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            asked = sorted(_rows(path, csv.DictReader(file)), key=lambda item: item.at_s)
+            asked = sorted(_rows(path, csv.DictReader(file), context), key=lambda item: item.at_s)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"--trace {path} cannot be read: {error}") from error
     if not asked:
@@ -130,17 +145,30 @@ def read_trace(path: Path) -> Load:
     return Load(tuple(asked))
 
 
-def _rows(path: Path, reader: csv.DictReader[str]) -> Iterator[Asked]:
+def _rows(path: Path, reader: csv.DictReader[str], context: int) -> Iterator[Asked]:
     missing = {"at_s", "prompt", "answer"} - set(reader.fieldnames or ())
     if missing:
         raise ConfigError(f"--trace {path} has no column {sorted(missing)[0]!r} in its first line")
     for row in reader:
         place = f"--trace {path}, line {reader.line_num}"
-        yield Asked(
+        asked = Asked(
             _number(row["at_s"], f"{place}: at_s", low=0.0, high=1e9),
-            int(_number(row["prompt"], f"{place}: prompt", low=1, high=MAX_TOKENS)),
-            int(_number(row["answer"], f"{place}: answer", low=1, high=MAX_TOKENS)),
+            _whole(row["prompt"], f"{place}: prompt"),
+            _whole(row["answer"], f"{place}: answer"),
         )
+        if (positions := asked.num_prompt + asked.num_tokens) > context:
+            raise ConfigError(
+                f"{place}: prompt and answer must be at most {context:,} tokens (--context), "
+                f"got {positions:,}"
+            )
+        yield asked
+
+
+def _whole(text: str | None, field: str) -> int:
+    number = _number(text, field, low=1, high=MAX_TOKENS)
+    if number != int(number):
+        raise ConfigError(f"{field} must be a whole number, got {text!r}")
+    return int(number)
 
 
 def _number(text: str | None, field: str, *, low: float, high: float) -> float:

@@ -191,16 +191,16 @@ class Passage:
                 self.slow(item.request)
             if is_last:
                 append((done_s, number, item, ticket))
-                continue
-            hop_s = usual_hop_s
-            if rows > 1:
-                hop_s = self._hop_s(group + 1, rows) + wait_s
-            if is_lossy:
-                if rows > 1 or self._packets_left < row_packets:
-                    hop_s += loss_s(rows)
-                else:
-                    self._packets_left -= row_packets
-            append((done_s + hop_s, number, item, ticket))
+            else:
+                hop_s = usual_hop_s
+                if rows > 1:
+                    hop_s = self._hop_s(group + 1, rows) + wait_s
+                if is_lossy:
+                    if rows > 1 or self._packets_left < row_packets:
+                        hop_s += loss_s(rows)
+                    else:
+                        self._packets_left -= row_packets
+                append((done_s + hop_s, number, item, ticket))
             if group == 0 and item.end <= item.request.committed_position:
                 self._agenda.now_s, self._number = done_s, number
                 self.next_slice(item.request, item.request.epoch)

@@ -28,7 +28,7 @@ def check_plot(path: Path, option: str) -> None:
 
 def draw(outcome: Outcome, path: Path) -> None:
     """Tokens a second, latencies, queues, and what is dead, over the simulated time."""
-    path.write_bytes(_png(outcome))
+    _write(path, _png(outcome))
 
 
 def write_html(outcome: Outcome, path: Path) -> None:
@@ -36,14 +36,14 @@ def write_html(outcome: Outcome, path: Path) -> None:
     image = base64.b64encode(_png(outcome)).decode()
     title = html.escape(outcome.world.name or "a cluster")
     text = html.escape("\n".join(to_lines(outcome)))
-    path.write_text(
+    page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         "<style>body{font:16px sans-serif;margin:2em auto;max-width:75em}"
         "img{max-width:100%}pre{overflow:auto}</style>"
         f'<h1>{title}</h1><img alt="the run over time" src="data:image/png;base64,{image}">'
-        f"<pre>{text}</pre></html>\n",
-        encoding="utf-8",
+        f"<pre>{text}</pre></html>\n"
     )
+    _write(path, page.encode())
 
 
 def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -64,7 +64,16 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for axes in (seconds, memory):
         axes.set_xlabel("nodes, requests in proportion")
         axes.grid(alpha=0.3)
-    figure.savefig(path, format="png")
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    _write(path, image.getvalue())
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _png(outcome: Outcome) -> bytes:

@@ -81,3 +81,54 @@ def test_what_cannot_be_simulated_is_refused_by_name(
     assert named in ended.stderr
     assert ended.stderr.strip()
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--article", "--bits", "8"), "--bits does nothing there"),
+        (("--growth", "10,20", "--failures", "1"), "takes no --failures"),
+        ((*SMALL, "--resize", "1m:1000000000000"), "--resize must be"),
+        ((*SMALL[:6], "--requests", "1000000000000"), "10,000,000 requests in all"),
+        ((*SMALL[:6], "--prompt", "5000"), "must fit --context 4096"),
+    ],
+)
+def test_what_would_do_nothing_or_too_much_is_refused(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    ended = simulate(*arguments, cwd=tmp_path)
+
+    assert ended.returncode == 2, ended.stdout
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("row", "option", "said"),
+    [
+        ("1,1.5,4", (), "prompt must be a whole number, got '1.5'"),
+        ("1,5000,4", (), "at most 4,096 tokens"),
+        ("99999,5,4", (), "after the end"),
+        ("1,5,4", ("--burst", "3"), "--burst does nothing"),
+    ],
+)
+def test_a_trace_that_cannot_be_played_whole_is_refused(
+    row: str, option: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(f"at_s,prompt,answer\n{row}\n")
+
+    ended = simulate(*SMALL[:6], "--trace", str(trace), *option, cwd=tmp_path)
+
+    assert ended.returncode == 2, ended.stdout
+    assert said in ended.stderr
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="draws with matplotlib")
+@pytest.mark.parametrize("option", ["--plot", "--html"])
+def test_a_file_that_cannot_be_written_is_one_line(option: str, tmp_path: Path) -> None:
+    ended = simulate(*SMALL, option, str(tmp_path), cwd=tmp_path)
+
+    assert ended.returncode == 2
+    assert f"{tmp_path} cannot be written" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -16,6 +16,7 @@ from services.planner.bill import bill, kwh_a_year
 from services.planner.failures import at_most_down, down_share, mtbf_s
 from services.planner.html import check_html, rate_curve, to_html
 from services.planner.library import Library, builtin_library
+from services.planner.load import limits
 from services.planner.missing import Impossible
 from services.planner.network import Link, hops_s, mean_latency_s, tier_shares
 from services.planner.placement import Wishes
@@ -351,6 +352,53 @@ def test_limits_are_sorted_and_the_first_one_is_told() -> None:
     told = [note for section in sections(found) for note in section.notes]
     assert any(f"first to break: {found.limits[0].what}" in note for note in told)
     assert found.load.broker_nodes > 1000  # 16 million messages a second
+
+
+def test_switches_bring_their_uplinks_so_that_more_of_them_fill_none() -> None:
+    found = plan("kimi-k2", "ps3:100000")
+
+    (racks,) = [limit for limit in found.limits if "rack" in limit.what]
+    assert racks.utilisation < 1
+    assert racks.full_at_nodes == math.inf
+    slow = replace(
+        found.pool.network,
+        tiers=tuple(replace(t, uplink_bytes_per_s=1e5) for t in found.pool.network.tiers),
+    )
+    full = limits(replace(found.pool, network=slow), found.placement, found.load)
+    (racks,) = [limit for limit in full if "rack" in limit.what]
+    assert racks.utilisation > 1
+    assert racks.full_at_nodes == slow.rack_size
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [("kimi-k2", "hold no copy of the model"), ("smollm2-135m", "of its own")]
+)
+def test_more_servers_than_a_cluster_has_are_told_with_what_one_carries(
+    model: str, said: str
+) -> None:
+    found = plan(model, "ps3:100000")
+    most = found.pool.servers.broker_max_nodes
+
+    told = [note for section in sections(found) for note in section.notes]
+
+    assert found.load.broker_nodes > most
+    assert any(f"more than a RabbitMQ cluster has ({most})" in n and said in n for n in told)
+    few = [n for section in sections(plan("smollm2-135m", "a100:16")) for n in section.notes]
+    assert not any("more than a Redis Cluster has" in note for note in few)
+
+
+@pytest.mark.parametrize(
+    ("asked", "option"),
+    [
+        ({"wishes": Wishes(max_token_s=0.0)}, "--max-token-time"),
+        ({"wishes": Wishes(max_token_s=math.nan)}, "--max-token-time"),
+        ({"price_per_kwh": math.inf}, "--price"),
+        ({"price_per_kwh": math.nan}, "--price"),
+    ],
+)
+def test_a_question_without_a_meaning_is_refused(asked: dict[str, object], option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        answer("smollm2-135m", "rpi5:1", **asked)
 
 
 # What is shown.

@@ -353,3 +353,13 @@ def test_lost_packets_are_as_many_as_their_share_says() -> None:
     num_hops = 3 * 4_000
     waited_s = outcome.figures.whole_s[0] - num_hops * 0.021
     assert waited_s / 10.0 == pytest.approx(num_hops * 0.02, rel=0.2)
+
+
+def test_windows_send_every_slice_of_a_prompt_also_where_one_group_is_all() -> None:
+    world = World((Group(turn_s=0.01, row_s=0.001, workers=(WorkerSet(2),)),))
+    load = Load(tuple(Asked(0.1 * number, 300, 4) for number in range(20)))
+
+    outcome = Simulation(world, load, horizon_s=60.0, is_exact=False).run()
+
+    assert outcome.lost == 0
+    assert outcome.figures.num_completed == 20
