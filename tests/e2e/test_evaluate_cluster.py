@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -11,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import redis
 
 from shared.store.connection import connect
 from shared.store.ledger import Ledger
@@ -66,19 +66,26 @@ def interrupt_an_evaluation(cluster: ProcessCluster, text: Path) -> tuple[int, s
     command = ["evaluate", "tiny", "--text", str(text), "--window", "128", "--cluster"]
     with closing(connect(url)) as stores:
         ledger = Ledger(stores.meta)
-        before = set(ledger.request_ids())
+        before = request_ids(url)
         process = subprocess.Popen(
             [*CELLPIPE, *command], env=environment(cluster.settings), cwd=REPO,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
-            while len(set(ledger.request_ids()) - before) < 20:
+            while len(request_ids(url) - before) < 20:
                 assert process.poll() is None, "it ended before it was interrupted"
-                time.sleep(0.01)
+                time.sleep(0.02)
             process.send_signal(signal.SIGINT)
             _, stderr = process.communicate(timeout=30)
         finally:
             process.kill()
-        states = ledger.states(set(ledger.request_ids()) - before)
+        states = ledger.states(request_ids(url) - before)
         assert all(state.finish_reason for state in states.values())
     return process.returncode, stderr
+
+
+def request_ids(redis_url: str) -> set[str]:
+    """Of all requests that the ledger knows."""
+    with redis.Redis.from_url(redis_url) as client:
+        keys = client.scan_iter("cellpipe:v1:{r-*}:events", count=1_000)
+        return {key.decode().partition("{")[2].partition("}")[0] for key in keys}
