@@ -119,6 +119,7 @@ def evaluate(
             remedy=", or a shorter --window (figures of different windows do not compare)",
         )
 
+    footprint: Footprint | None
     if cluster:
         name, words, found, footprint = evaluate_in_cluster(config, model, cut_for)
         subject = Subject(model=name, arithmetic=words, text=text.name)
