@@ -88,12 +88,10 @@ def evaluate(
     """Perplexity of a model on a text, by llama.cpp's method, so that figures compare.
 
     With --reference also KL divergence, how often both find the same token likeliest, and the
-    error after each layer.
+    error after each layer. With --cluster the workers of a cluster compute the perplexity;
+    --reference and --arithmetic float run in this process alone.
 
     Example: cellpipe evaluate smollm2-135m --text /usr/share/common-licenses/GPL-3
-
-    With --cluster the workers compute, the same bits: that a cluster says what it should. What
-    looks into a model, --reference and --arithmetic float, runs in this process alone.
 
     Example: cellpipe evaluate int4.gguf --reference f16.gguf --text book.txt --html report.html
 
