@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +11,7 @@ import typer
 from services.cli.generate import Cluster, Groups, Model, Threads
 from services.cli.progress import BatchBar
 from services.cli.settings import load_config
+from services.cli.terminating import noted_sigint
 from services.cli.tree import EXIT_FAILED, app
 from shared.errors import ConfigError
 from shared.messages import MAX_TOKENS_LIMIT
@@ -119,22 +116,6 @@ def batch(
         raise typer.Exit(EXIT_FAILED)
 
 
-@contextmanager
-def _noted_sigint() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed: Python drops a KeyboardInterrupt that strikes in a finalizer."""
-    pressed = threading.Event()
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        pressed.set()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _run(
     session: Session,
     lines: BatchInput,
@@ -156,7 +137,7 @@ def _run(
         limits=BatchLimits(concurrency=concurrency),
     )
     num_before = len(answers.done)
-    with BatchBar() as bar, _noted_sigint() as is_interrupted:
+    with BatchBar() as bar, noted_sigint() as is_interrupted:
         try:
             while not run.is_done:
                 bar.show(run.progress())

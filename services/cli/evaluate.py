@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.cli.evaluate_cluster import check_cluster_options, evaluate_in_cluster
 from services.cli.generate import Threads
 from services.cli.progress import StageBar, StepBar
 from services.cli.session import kernel_backend
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from services.quality.footprint import Footprint
     from services.quality.report import Subject
     from services.quality.stages import StagedModel
+    from services.quality.windows import Windows
     from shared.config import Config
     from shared.text.tokenizer import Tokenizer
 
@@ -74,18 +76,26 @@ def evaluate(
         Path | None, typer.Option(help="Write the report as a page that needs nothing beside it.")
     ] = None,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="Refused: says why, and what to do instead.")
+        bool,
+        typer.Option(
+            "--cluster",
+            help="Ask the workers of a cluster, one request for each scored token, when nobody "
+            'else waits. MODEL is one that is loaded there, "" the last.',
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Perplexity of a model on a text, by llama.cpp's method, so that figures compare.
 
     With --reference also KL divergence, how often both find the same token likeliest, and the
-    error after each layer.
+    error after each layer. With --cluster the workers of a cluster compute the perplexity;
+    --reference and --arithmetic float run in this process alone.
 
     Example: cellpipe evaluate smollm2-135m --text /usr/share/common-licenses/GPL-3
 
     Example: cellpipe evaluate int4.gguf --reference f16.gguf --text book.txt --html report.html
+
+    Example: cellpipe evaluate smollm2-135m --text book.txt --windows 2 --cluster
     """
     from services.quality.evaluate import evaluate as run_evaluation
     from services.quality.report import Subject, check_html, write_html
@@ -93,34 +103,39 @@ def evaluate(
 
     config = load_config(quiet=True)
     if cluster:
-        raise ConfigError(
-            "--cluster cannot score a text: a cluster tells the probabilities of tokens that it "
-            "draws, not of those of a prompt",
-            remedy="leave it out: this process computes the same bits as a cluster does",
-        )
+        check_cluster_options(reference=reference, arithmetic=arithmetic, threads=threads)
     if html is not None and (note := check_html(html)):
         typer.echo(f"note: {note}", err=True)
     content = read_text(text, field="--text")
-    staged, tokenizer, footprint, name = _open(config, model, arithmetic, threads)
-    cut = cut_windows(
-        content,
-        tokenizer,
-        window=window,
-        max_windows=windows,
-        remedy=", or a shorter --window (figures of different windows do not compare)",
-    )
-    other = reference_name = None
-    if reference:
-        other, _, _, reference_name = _open(config, reference, Arithmetic.FLOAT, threads)
-    with StepBar("windows x layers") as bar:
-        found = run_evaluation(staged, cut, reference=other, progress=bar.show)
-    subject = Subject(
-        model=name,
-        arithmetic=WORDS[arithmetic],
-        text=text.name,
-        reference=reference_name or "",
-        reference_arithmetic=WORDS[Arithmetic.FLOAT] if reference else "",
-    )
+
+    def cut_for(tokenizer: Tokenizer) -> Windows:
+        return cut_windows(
+            content,
+            tokenizer,
+            window=window,
+            max_windows=windows,
+            remedy=", or a shorter --window (figures of different windows do not compare)",
+        )
+
+    footprint: Footprint | None
+    if cluster:
+        name, words, found, footprint = evaluate_in_cluster(config, model, cut_for)
+        subject = Subject(model=name, arithmetic=words, text=text.name)
+    else:
+        staged, tokenizer, footprint, name = _open(config, model, arithmetic, threads)
+        cut = cut_for(tokenizer)
+        other = reference_name = None
+        if reference:
+            other, _, _, reference_name = _open(config, reference, Arithmetic.FLOAT, threads)
+        with StepBar("windows x layers") as bar:
+            found = run_evaluation(staged, cut, reference=other, progress=bar.show)
+        subject = Subject(
+            model=name,
+            arithmetic=WORDS[arithmetic],
+            text=text.name,
+            reference=reference_name or "",
+            reference_arithmetic=WORDS[Arithmetic.FLOAT] if reference else "",
+        )
     _print(subject, found, footprint, as_json)
     if html is not None:  # last: what was computed is not lost if it cannot be written
         write_html(html, subject, found, footprint)

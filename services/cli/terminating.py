@@ -1,8 +1,11 @@
-"""SIGTERM for commands that start servers and workers of their own: those end with them."""
+"""Signals that end a command: what it started and what it asked for ends with it."""
 
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 
@@ -17,3 +20,19 @@ def end_clean_at_sigterm() -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
+
+
+@contextmanager
+def noted_sigint() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: Python drops a KeyboardInterrupt that strikes in a finalizer."""
+    pressed = threading.Event()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        pressed.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -132,13 +132,8 @@ def _relative_rms(ours: list[Float32], reference: list[Float32]) -> float:
 
 
 def _check(models: list[StagedModel], windows: Windows) -> None:
-    window = windows.inputs.shape[1]
     for model in models:
-        if window > model.config.max_position_embeddings:
-            raise ConfigError(
-                f"--window {window} is longer than the model's context of "
-                f"{model.config.max_position_embeddings} positions"
-            )
+        check_window(windows, model.config.max_position_embeddings)
     for name in ("vocab_size", "num_hidden_layers", "hidden_size"):
         first, *others = (getattr(model.config, name) for model in models)
         if any(other != first for other in others):
@@ -146,3 +141,12 @@ def _check(models: list[StagedModel], windows: Windows) -> None:
                 f"--reference is another model: its {name} is {others[0]}, not {first}",
                 remedy="give another quantisation of the same model, or its unquantised folder",
             )
+
+
+def check_window(windows: Windows, max_positions: int) -> None:
+    """Raise `ConfigError` for windows that are longer than a model's context."""
+    window = windows.inputs.shape[1]
+    if window > max_positions:
+        raise ConfigError(
+            f"--window {window} is longer than the model's context of {max_positions} positions"
+        )

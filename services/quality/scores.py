@@ -25,6 +25,13 @@ class Perplexity:
     mean_loss: float
     num_scored: int
 
+    @classmethod
+    def of(cls, losses: Float64) -> Perplexity:
+        """Of losses (n,) in nats, those of the tokens in the order of the text."""
+        mean = float(losses.mean())
+        value = math.exp(mean)
+        return cls(value, value * _standard_error(losses), mean, len(losses))
+
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
@@ -62,10 +69,7 @@ class Scores:
         self.losses.append(-log_probabilities[np.arange(len(targets)), targets])
 
     def perplexity(self) -> Perplexity:
-        losses = np.concatenate(self.losses)
-        mean = float(losses.mean())
-        value = math.exp(mean)
-        return Perplexity(value, value * _standard_error(losses), mean, len(losses))
+        return Perplexity.of(np.concatenate(self.losses))
 
 
 @dataclass
