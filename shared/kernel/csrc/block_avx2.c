@@ -14,7 +14,8 @@
 
 #define T __attribute__((target("avx2,f16c")))
 #define INLINE static inline __attribute__((always_inline)) T
-#define AHEAD 2048 /* bytes that are fetched ahead of a stream of weights */
+#define AHEAD_INT4 4096 /* bytes that are fetched ahead of a stream of weights */
+#define AHEAD_INT8 6144 /* the same, of a stream that is computed faster */
 /* Keeps a sum in its register: the compiler would turn sums of integers into trees, whose leaves are
  * too many for 16 registers. */
 #define KEEP(sum) __asm__("" : "+x"(sum))
@@ -116,7 +117,7 @@ INLINE void int4_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
             _mm256_storeu_ps(&a[t][8 * half], _mm256_setzero_ps());
     for (g = 0; g < x->groups; g++, at += CP_INT4_GROUP) {
         if (n <= 4)
-            prefetch(at + AHEAD, 5, x->passing);
+            prefetch(at + AHEAD_INT4, 5, x->passing);
 #pragma GCC unroll 4
         for (t = 0; t < n; t += step)
             int4_group(at, q + t * terms * CP_GROUP, d + t, step, terms, a + t);
@@ -191,7 +192,7 @@ INLINE void int8_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
     for (g = 0; g < x->groups; g++, slabs += CP_INT8_GROUP) {
         __m256 scale[2];
         if (n <= 4)
-            prefetch(slabs + AHEAD, 8, x->passing);
+            prefetch(slabs + AHEAD_INT8, 8, x->passing);
         for (half = 0; half < 2; half++)
             scale[half] = half8(block + g * CP_BLOCK * 2 + 16 * half);
 #pragma GCC unroll 4

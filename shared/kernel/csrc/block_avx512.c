@@ -16,7 +16,8 @@
 
 #define T __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,f16c")))
 #define INLINE static inline __attribute__((always_inline)) T
-#define AHEAD 2048 /* bytes that are fetched ahead of a stream of weights */
+#define AHEAD_INT4 4096 /* bytes that are fetched ahead of a stream of weights */
+#define AHEAD_INT8 6144 /* the same, of a stream that is computed faster */
 typedef int32_t __attribute__((may_alias)) word;
 
 INLINE __m512 half16(const uint8_t *p)
@@ -106,7 +107,7 @@ INLINE void int4_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
     for (g = 0; g < x->groups; g++, block += CP_INT4_GROUP) {
         __m512i w[8], dot[CP_TILE];
         if (n <= 4)
-            prefetch(block + AHEAD, 5, x->passing);
+            prefetch(block + AHEAD_INT4, 5, x->passing);
 #pragma GCC unroll 4
         for (p = 0; p < 4; p++) {
             __m512i pairs = _mm512_loadu_si512(block + 64 + 64 * p);
@@ -151,7 +152,7 @@ INLINE void int8_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
     for (g = 0; g < x->groups; g++, slabs += CP_INT8_GROUP) {
         __m512i w[8], dot[CP_TILE];
         if (n <= 4)
-            prefetch(slabs + AHEAD, 8, x->passing);
+            prefetch(slabs + AHEAD_INT8, 8, x->passing);
 #pragma GCC unroll 8
         for (p = 0; p < 8; p++)
             w[p] = _mm512_xor_si512(_mm512_loadu_si512(slabs + 64 * p), top_bits);
