@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.cli.plan_options import (
+    BitsOption,
+    ContextOption,
+    GroupsOption,
+    ModelSpecOption,
+    NetworkOption,
+    PoolOption,
+    SpecsOption,
+)
 from services.cli.settings import load_config
 from services.cli.tree import EXIT_FAILED, app
 from shared.errors import ConfigError
@@ -25,18 +34,10 @@ CALIBRATION_FILE = "calibration.toml"
 
 @app.command()
 def plan(
-    model: Annotated[
-        str,
-        typer.Option("--model", "-m", help="A name, or a .toml file with one [model.NAME]."),
-    ] = "kimi-k2",
-    pool: Annotated[
-        str,
-        typer.Option(
-            "--pool", "-p", help="Machines: ps3:100000,rpi5:12, or a .toml file with a [pool]."
-        ),
-    ] = "ps3:100000",
-    bits: Annotated[int, typer.Option(help="Bits of a weight: 4, 8 or 16.")] = 4,
-    context: Annotated[int, typer.Option(min=1, help="Positions that a sequence may have.")] = 4096,
+    model: ModelSpecOption = "kimi-k2",
+    pool: PoolOption = "ps3:100000",
+    bits: BitsOption = 4,
+    context: ContextOption = 4096,
     prompt: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of a prompt. Default: 512, or the context if shorter."),
@@ -48,23 +49,18 @@ def plan(
     spares: Annotated[
         int, typer.Option(min=0, help="Nodes of every slot that may fail without a loss of rate.")
     ] = 0,
-    groups: Annotated[
-        int | None, typer.Option("--groups", "-g", min=1, help="Layer groups. Default: the best.")
-    ] = None,
+    groups: GroupsOption = None,
     strategy: Annotated[
         str | None, typer.Option(help="pipeline, tensor or expert. Default: the best.")
     ] = None,
     max_token_time: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds that a token may take at most.")
     ] = None,
-    network: Annotated[str, typer.Option(help="What joins the machines.")] = "auto",
+    network: NetworkOption = "auto",
     wire: Annotated[Wire, typer.Option(help="How hidden states travel.")] = Wire.F32,
     price: Annotated[float, typer.Option(min=0.0, help="Price of a kilowatt-hour.")] = 0.5,
     currency: Annotated[str, typer.Option(help="Its currency.")] = "yuan",
-    specs: Annotated[
-        list[Path] | None,
-        typer.Option(help="A .toml file with your hardware, networks, servers or models."),
-    ] = None,
+    specs: SpecsOption = None,
     html: Annotated[
         Path | None, typer.Option(help="Write a report with plots here (needs matplotlib).")
     ] = None,

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -26,7 +26,25 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 10.0
 
 
-class StageBar:
+class _Bars:
+    """Bars that are taken off the terminal when their work ends, however it does."""
+
+    _progress: Progress | None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+class StageBar(_Bars):
     """A bar per stage of some work, drawn only once there is something to show."""
 
     def __init__(self) -> None:
@@ -51,26 +69,14 @@ class StageBar:
             self._tasks[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._tasks[stage], completed=done, total=total)
 
-    def __enter__(self) -> StageBar:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-
-class StepBar:
+class StepBar(_Bars):
     """Bars of steps done, one for each stage, on a terminal; elsewhere nothing."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._tasks: dict[str, TaskID] = {}
-        self._progress = Progress(
+        self._progress: Progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -90,19 +96,8 @@ class StepBar:
             self._tasks[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._tasks[stage], completed=done, total=total)
 
-    def __enter__(self) -> StepBar:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-
-class BatchBar:
+class BatchBar(_Bars):
     """Requests done, tokens per second and the time left; without a terminal, a line at times."""
 
     def __init__(self) -> None:
@@ -149,18 +144,6 @@ class BatchBar:
             f"{batch.num_done} of {batch.num_requests} done{earlier}, {self._told(batch)}, "
             f"{time.monotonic() - self._began_s:.1f} s"
         )
-
-    def __enter__(self) -> BatchBar:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
 
     def _told(self, batch: BatchProgress) -> str:
         speed = batch.num_tokens / max(time.monotonic() - self._began_s, 1e-3)

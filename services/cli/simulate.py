@@ -14,6 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli.plan import find_model, open_library
+from services.cli.plan_options import (
+    BitsOption,
+    ContextOption,
+    GroupsOption,
+    ModelSpecOption,
+    NetworkOption,
+    PoolOption,
+    SpecsOption,
+)
 from services.cli.tree import EXIT_FAILED, app
 from shared.errors import ConfigError
 
@@ -36,16 +45,8 @@ UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 @app.command()
 def simulate(
     invoked: typer.Context,
-    model: Annotated[
-        str,
-        typer.Option("--model", "-m", help="A name, or a .toml file with one [model.NAME]."),
-    ] = "kimi-k2",
-    pool: Annotated[
-        str,
-        typer.Option(
-            "--pool", "-p", help="Machines: ps3:100000,rpi5:12, or a .toml file with a [pool]."
-        ),
-    ] = "ps3:100000",
+    model: ModelSpecOption = "kimi-k2",
+    pool: PoolOption = "ps3:100000",
     hours: Annotated[float, typer.Option(help="Simulated hours.")] = 1.0,
     requests: Annotated[
         int | None,
@@ -65,12 +66,10 @@ def simulate(
     spread: Annotated[
         float, typer.Option(min=0.0, max=3.0, help="How much both vary: deviation over mean.")
     ] = 0.5,
-    bits: Annotated[int, typer.Option(help="Bits of a weight: 4, 8 or 16.")] = 4,
-    context: Annotated[int, typer.Option(min=1, help="Positions that a sequence may have.")] = 4096,
-    groups: Annotated[
-        int | None, typer.Option("--groups", "-g", min=1, help="Layer groups. Default: the best.")
-    ] = None,
-    network: Annotated[str, typer.Option(help="What joins the machines.")] = "auto",
+    bits: BitsOption = 4,
+    context: ContextOption = 4096,
+    groups: GroupsOption = None,
+    network: NetworkOption = "auto",
     spares: Annotated[
         int | None,
         typer.Option(min=0, help="Nodes that wait to replace others. Default: 1 % of the pool."),
@@ -106,10 +105,7 @@ def simulate(
     ] = None,
     cost: Annotated[bool, typer.Option("--cost", hidden=True)] = False,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same run, byte for byte.")] = 0,
-    specs: Annotated[
-        list[Path] | None,
-        typer.Option(help="A .toml file with your hardware, networks, servers or models."),
-    ] = None,
+    specs: SpecsOption = None,
     plot: Annotated[Path | None, typer.Option(help="Write a PNG (needs matplotlib).")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots (matplotlib).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
