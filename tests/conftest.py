@@ -94,9 +94,15 @@ def queue(amqp_url: str) -> Iterator[str]:
     delete_queue(amqp_url, name)
 
 
+@pytest.fixture(params=[False, True], ids=["own-thread", "in-taker"])
+def runs_in_taker(request: pytest.FixtureRequest) -> bool:
+    """Both ways in which a broker's IO is done."""
+    return bool(request.param)
+
+
 @pytest.fixture
-def broker(amqp_url: str, queue: str) -> Iterator[RabbitmqBroker]:
-    with closing(RabbitmqBroker.connect(amqp_url)) as broker:
+def broker(amqp_url: str, queue: str, runs_in_taker: bool) -> Iterator[RabbitmqBroker]:
+    with closing(RabbitmqBroker.connect(amqp_url, runs_in_taker=runs_in_taker)) as broker:
         yield broker
 
 
@@ -108,9 +114,13 @@ def proxy(amqp_url: str) -> Iterator[TcpProxy]:
 
 
 @pytest.fixture
-def proxied(proxy: TcpProxy, queue: str) -> Iterator[RabbitmqBroker]:
+def proxied(proxy: TcpProxy, queue: str, runs_in_taker: bool) -> Iterator[RabbitmqBroker]:
     """A broker whose network the test can cut; confirms have 1 s."""
-    with closing(RabbitmqBroker.connect(proxied_url(proxy), confirm_timeout_s=1.0)) as broker:
+    with closing(
+        RabbitmqBroker.connect(
+            proxied_url(proxy), confirm_timeout_s=1.0, runs_in_taker=runs_in_taker
+        )
+    ) as broker:
         yield broker
 
 

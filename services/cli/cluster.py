@@ -72,7 +72,7 @@ def worker(
         hang_limit_s=hang_limit,
     )
     stopping = stop_on_signals()
-    with open_cluster(config) as (broker, stores):
+    with open_cluster(config, runs_in_taker=True) as (broker, stores):
         WorkerService(
             options,
             broker=broker,

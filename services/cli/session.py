@@ -185,18 +185,18 @@ class _SchedulerWatch:
 
 
 @contextmanager
-def open_cluster(config: Config) -> Iterator[tuple[Broker, Stores]]:
+def open_cluster(config: Config, *, runs_in_taker: bool = False) -> Iterator[tuple[Broker, Stores]]:
     """Connections to RabbitMQ and Redis; closed at the end.
 
-    Raises `ConfigError` without URLs, `BrokerUnavailable` or `StoreUnavailable` naming host and
-    port when a server does not answer.
+    `runs_in_taker` as in `RabbitmqBroker.connect`. Raises `ConfigError` without URLs,
+    `BrokerUnavailable` or `StoreUnavailable` naming host and port when a server does not answer.
     """
     from shared.broker.rabbitmq import RabbitmqBroker
 
     with open_stores(config) as stores:
         config = with_cluster_urls(config)
         assert config.amqp_url is not None, "with_cluster_urls fills it in or raises"
-        broker = RabbitmqBroker.connect(config.amqp_url)
+        broker = RabbitmqBroker.connect(config.amqp_url, runs_in_taker=runs_in_taker)
         try:
             yield broker, stores
         finally:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 import pika
 import pytest
 
-from shared.broker import MemoryBroker, MemoryHub, connect
+from shared.broker import MemoryBroker, MemoryHub
 from shared.broker.base import MAX_BODY_BYTES, Broker, Delivery, Outgoing
+from shared.broker.rabbitmq import RabbitmqBroker
 from shared.errors import BrokerUnavailable, ConfigError, PublishRefused, Unroutable
 from shared.topology import QueueSpec, QueueType
 
@@ -42,7 +43,11 @@ class World:
 
 
 @pytest.fixture(
-    params=["memory", pytest.param("rabbitmq", marks=pytest.mark.servers)],
+    params=[
+        "memory",
+        pytest.param("rabbitmq", marks=pytest.mark.servers),
+        pytest.param("rabbitmq in the taker", marks=pytest.mark.servers),
+    ],
 )
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     if request.param == "memory":
@@ -52,7 +57,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         world.close()
         return
     url = request.getfixturevalue("amqp_url")
-    world = World(lambda: connect(url))
+    runs_in_taker = request.param == "rabbitmq in the taker"
+    world = World(lambda: RabbitmqBroker.connect(url, runs_in_taker=runs_in_taker))
     yield world
     world.close()
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:

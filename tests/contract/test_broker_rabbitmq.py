@@ -115,9 +115,13 @@ def test_what_waits_for_a_connection_is_bounded(
         confirms[8].wait(WAIT_S)
 
 
-def test_a_killed_server_comes_back_with_all_it_confirmed(own_servers: PrivateServers) -> None:
+def test_a_killed_server_comes_back_with_all_it_confirmed(
+    own_servers: PrivateServers, runs_in_taker: bool
+) -> None:
     queue = "cellpipe.test.restart"
-    with closing(RabbitmqBroker.connect(own_servers.url("rabbitmq"))) as broker:
+    with closing(
+        RabbitmqBroker.connect(own_servers.url("rabbitmq"), runs_in_taker=runs_in_taker)
+    ) as broker:
         # On Mnesia the last declaration may be taken back by a kill just after it: the record that
         # commits it reaches the disk with the next one, or a moment later.
         broker.declare([QueueSpec(queue), QueueSpec("cellpipe.test.declared-later")])
@@ -141,10 +145,14 @@ def test_a_killed_server_comes_back_with_all_it_confirmed(own_servers: PrivateSe
         assert take(broker).body == b"3"
 
 
-def test_a_silent_server_costs_the_deadline_and_no_more(own_servers: PrivateServers) -> None:
+def test_a_silent_server_costs_the_deadline_and_no_more(
+    own_servers: PrivateServers, runs_in_taker: bool
+) -> None:
     queue = "cellpipe.test.silence"
     url = own_servers.url("rabbitmq")
-    with closing(RabbitmqBroker.connect(url, confirm_timeout_s=0.5)) as broker:
+    with closing(
+        RabbitmqBroker.connect(url, confirm_timeout_s=0.5, runs_in_taker=runs_in_taker)
+    ) as broker:
         broker.declare([QueueSpec(queue)])
         own_servers.freeze("rabbitmq")
         try:

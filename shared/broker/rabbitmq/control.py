@@ -1,7 +1,7 @@
 """Declares queues and asks for their depth, one question at a time on a channel of its own.
 
 A refused question closes its channel in AMQP; here that harms nobody else. Owns the memory of what
-was declared, to repeat it. Runs on the IO thread.
+was declared, to repeat it. Runs within the loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The IO thread, and connections that come back. Everything of pika happens on this thread.
+"""Connections that come back. All of it happens within callbacks of the loop.
 
-Owns the ioloop, the two TCP connections and their back-off. Knows no queue and no message.
+Owns the two TCP connections and their back-off. Knows no queue and no message.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import random
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +16,9 @@ import pika
 import pika.exceptions
 import pika.frame
 import structlog
-from pika.adapters.select_connection import IOLoop
 
 from shared.broker.rabbitmq.frames import without_headers
+from shared.broker.rabbitmq.io_loop import IoLoop
 
 log = structlog.get_logger()
 
@@ -39,68 +38,19 @@ _UNDECODED = (
 )
 
 
-class IoThread:
-    """Runs the ioloop. `post` is the only way in from other threads."""
-
-    def __init__(self, on_ended: Callable[[], None]) -> None:
-        self.ioloop = IOLoop()
-        self._posted: deque[Callable[[], None]] = deque()
-        self._awake = False
-        self._on_ended = on_ended
-        self._thread = threading.Thread(target=self._run, name="cellpipe-amqp", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def post(self, callback: Callable[[], None]) -> None:
-        """Run the callback on the IO thread, soon and in order. Never blocks."""
-        self._posted.append(callback)
-        if not self._awake:  # a wake-up costs a system call: one for a burst is enough
-            self._awake = True
-            self.ioloop.add_callback_threadsafe(self._drain)
-
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
-        """On the IO thread only."""
-        self.ioloop.call_later(delay_s, lambda: _run_if_open(callback))
-
-    def stop(self, timeout_s: float) -> None:
-        """End the thread; afterwards what is posted is never run."""
-        self.post(self.ioloop.stop)
-        self._thread.join(timeout_s)
-        if not self._thread.is_alive():
-            self.ioloop.close()
-
-    def _drain(self) -> None:
-        self._awake = False  # before the first callback: what is posted from now on wakes us again
-        while self._posted:
-            _run_if_open(self._posted.popleft())
-
-    def _run(self) -> None:
-        try:
-            self.ioloop.start()
-        finally:
-            self._on_ended()  # also after a bug in a callback: nobody may wait for us for ever
-
-
-def _run_if_open(callback: Callable[[], None]) -> None:
-    """Run a callback that may find its connection closing: between the broker's goodbye and the
-    end of the socket pika refuses everything. The loss is told right after, and makes it good."""
-    try:
-        callback()
-    except (
-        pika.exceptions.ConnectionWrongStateError,
-        pika.exceptions.ChannelWrongStateError,
-    ) as error:
-        log.debug("connection_closing", reason=str(error))
-
-
 class Connection(pika.SelectConnection):  # type: ignore[misc]
-    """pika's connection with large reads, one write per message, and a bug less.
+    """pika's connection with large reads, one write per burst, and a bug less.
 
     It reaches into pika, which offers no setting for this: `_read_frame`, `_transport` and the
-    transport's `_MAX_RECV_BYTES` and `_MAX_CONSUME_BYTES` exist in pika 1.4.4, and a version
-    without them is merely slower.
+    transport's `_MAX_RECV_BYTES`, `_MAX_CONSUME_BYTES` and `_sock` exist in pika 1.4.4, and a
+    version without them is merely slower.
     """
+
+    def __init__(self, io: IoLoop, *arguments: Any, **options: Any) -> None:
+        self._io = io
+        self._held: list[bytes] = []
+        self._plain_socket: Any = None
+        super().__init__(*arguments, custom_ioloop=io.ioloop, **options)
 
     def tune(self) -> None:
         """Call once the connection is open."""
@@ -110,12 +60,35 @@ class Connection(pika.SelectConnection):  # type: ignore[misc]
         if self.params.ssl_options is None:
             # Back to the poller after each read, instead of reading until EAGAIN is raised.
             self._transport._MAX_CONSUME_BYTES = 1
+            self._plain_socket = getattr(self._transport, "_sock", None)
+
+    def flush(self) -> None:
+        """Write what was held back within a burst."""
+        held, self._held = self._held, []
+        if held and self._transport is not None and not self.is_closed:
+            self._write(b"".join(held))
 
     def _output_marshaled_frames(self, marshaled_frames: Sequence[bytes]) -> None:
         # A message is three frames: as three writes they are three packets, for us and the broker.
         self.bytes_sent += sum(map(len, marshaled_frames))
         self.frames_sent += len(marshaled_frames)
-        self._adapter_emit_data(b"".join(marshaled_frames))
+        if self._io.holds(self):
+            self._held += marshaled_frames
+        else:
+            self._write(b"".join(marshaled_frames))
+
+    def _write(self, data: bytes) -> None:
+        # Straight to the socket, which a detour through the poller would find free as well.
+        if self._plain_socket is not None and not self._get_write_buffer_size():
+            try:
+                num_sent = self._plain_socket.send(data)
+            except OSError:  # full, or broken: the transport waits, or finds out and tells
+                num_sent = 0
+            if num_sent == len(data):
+                return
+            data = data[num_sent:]
+        self._io.has_unsent = True
+        self._adapter_emit_data(data)
 
     def _read_frame(self) -> tuple[int, Any]:
         try:
@@ -150,7 +123,7 @@ class Link:
 
     def __init__(
         self,
-        io: IoThread,
+        io: IoLoop,
         parameters: Callable[[], pika.ConnectionParameters],
         *,
         on_up: Callable[[Connection], None],
@@ -177,11 +150,11 @@ class Link:
         if self._closing:
             return
         self._connection = Connection(
+            self._io,
             self._parameters(),
             on_open_callback=self._opened,
             on_open_error_callback=self._failed,
             on_close_callback=self._closed,
-            custom_ioloop=self._io.ioloop,
         )
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Publishes in confirm mode and resolves each publish call's `Confirm`.
 
 Owns the publish channel, what is in flight on it, and what waits for a connection. Knows no
-consumer. All but `publish` runs on the IO thread.
+consumer. All but `publish` runs within the loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import structlog
 
 from shared.broker.base import Outgoing, refuse_oversized
 from shared.broker.rabbitmq.ids import message_id, tag_of, unix_us
-from shared.broker.rabbitmq.link import Connection, IoThread, describe
+from shared.broker.rabbitmq.io_loop import IoLoop
+from shared.broker.rabbitmq.link import Connection, describe
 from shared.broker.rabbitmq.texts import to_wire
 from shared.errors import (
     BrokerUnavailable,
@@ -36,13 +37,15 @@ MAX_WAITING_BYTES = 64 << 20
 
 
 class PendingConfirm:
-    """A `Confirm` that the IO thread resolves, once, when its last message is settled."""
+    """A `Confirm` that the loop resolves, once, when its last message is settled."""
 
     __slots__ = (
-        "_claim", "_latch", "_sent", "_settled", "began_unix_us", "deadline", "error", "num_open",
+        "_claim", "_io", "_latch", "_sent", "_settled", "began_unix_us", "deadline", "error",
+        "num_open",
     )  # fmt: skip
 
-    def __init__(self, num_messages: int, deadline: float) -> None:
+    def __init__(self, io: IoLoop, num_messages: int, deadline: float) -> None:
+        self._io = io
         self.deadline = deadline  # of time.monotonic()
         self.began_unix_us = unix_us()
         self.num_open = num_messages
@@ -59,6 +62,10 @@ class PendingConfirm:
         return self._settled
 
     def wait(self, timeout_s: float) -> None:
+        if not self._settled:
+            until_s = time.monotonic() + timeout_s
+            self._io.run_until(lambda: self._settled, timeout_s)
+            timeout_s = until_s - time.monotonic()
         if not self._latch.acquire(timeout=max(0.0, timeout_s)):
             self.give_up(f"not confirmed within {timeout_s:g} s")
         else:
@@ -99,9 +106,7 @@ class PendingConfirm:
 class Publisher:
     """The publishing half of the broker."""
 
-    def __init__(
-        self, io: IoThread, confirm_timeout_s: float, on_ready: Callable[[], None]
-    ) -> None:
+    def __init__(self, io: IoLoop, confirm_timeout_s: float, on_ready: Callable[[], None]) -> None:
         self._io = io
         self._on_ready = on_ready
         self._confirm_timeout_s = confirm_timeout_s
@@ -121,9 +126,11 @@ class Publisher:
         return self._channel is not None
 
     def publish(self, messages: Sequence[Outgoing]) -> PendingConfirm:
-        """Any thread. The messages leave on the IO thread, in order."""
-        confirm = PendingConfirm(len(messages), time.monotonic() + self._confirm_timeout_s)
-        refuse_oversized(messages)  # makes their bytes: the IO thread has enough to do
+        """Any thread. The messages leave in order."""
+        confirm = PendingConfirm(
+            self._io, len(messages), time.monotonic() + self._confirm_timeout_s
+        )
+        refuse_oversized(messages)  # makes their bytes: the loop has enough to do
         if self._closed:
             confirm.give_up("the broker is closed")
         elif messages:
@@ -139,7 +146,7 @@ class Publisher:
         self._lose_channel(f"connection lost ({reason})")
 
     def close(self) -> None:
-        """No confirm stays open; called when the IO thread ends, or from it."""
+        """No confirm stays open; called when the loop ends, or from it."""
         self._closed = True
         for confirm, _ in (*self._in_flight.values(), *self._waiting):
             confirm.give_up("the broker was closed")

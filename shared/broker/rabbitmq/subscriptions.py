@@ -2,12 +2,13 @@
 
 A subscription lives as long as its channel; after a loss a new one takes its place, and deliveries
 of the old one are dropped when they are settled, for the broker gives them out again. All but
-`take` runs on the IO thread.
+`take` runs within the loop.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -19,7 +20,8 @@ import structlog
 from shared.broker.base import Delivery, Headers
 from shared.broker.rabbitmq.control import NOT_FOUND, refuse, resolve
 from shared.broker.rabbitmq.ids import sent_unix_us, unix_us
-from shared.broker.rabbitmq.link import Connection, IoThread, backoff_s, describe
+from shared.broker.rabbitmq.io_loop import IoLoop
+from shared.broker.rabbitmq.link import Connection, backoff_s, describe
 from shared.broker.rabbitmq.texts import from_wire
 from shared.errors import BrokerUnavailable, ConfigError
 
@@ -39,13 +41,14 @@ class _Subscription:
     is_live: bool = True
     is_draining: bool = False
     unsettled: set[int] = field(default_factory=set)
+    acked: list[int] = field(default_factory=list)  # and the broker was not told yet
     answer: Future[None] | None = None
 
 
 class Subscriptions:
     """The consuming half of the broker."""
 
-    def __init__(self, io: IoThread, redeclare: Callable[[str, Callable[[], None]], None]) -> None:
+    def __init__(self, io: IoLoop, redeclare: Callable[[str, Callable[[], None]], None]) -> None:
         """`redeclare(queue, then)` declares the queue again if we once did, and calls `then`."""
         self._io = io
         self._redeclare = redeclare
@@ -56,6 +59,8 @@ class Subscriptions:
         self._arrived = threading.Condition(threading.Lock())
         self._inbox: deque[Delivery] = deque()
         self._closed = False
+        self._to_tell: list[_Subscription] = []  # those with acks that the broker was not told
+        io.before_flush.append(self.tell_acks)
 
     def consume(self, queue: str, prefetch: int, answer: Future[None]) -> None:
         """The answer comes when the broker agreed, or with a `ConfigError`."""
@@ -87,7 +92,12 @@ class Subscriptions:
         subscription.channel.basic_cancel(subscription.consumer_tag, callback=cancelled)
 
     def take(self, timeout_s: float) -> Delivery | None:
-        """Any one thread. Waits for the next delivery."""
+        """Any one thread, which owns the loop then. Waits for the next delivery."""
+        self._io.own()
+        if not self._inbox and not self._closed:
+            until_s = time.monotonic() + timeout_s
+            self._io.run_until(lambda: bool(self._inbox or self._closed), timeout_s)
+            timeout_s = until_s - time.monotonic()
         with self._arrived:
             if not self._inbox and not self._closed:
                 self._arrived.wait_for(lambda: self._inbox or self._closed, timeout_s)
@@ -98,8 +108,9 @@ class Subscriptions:
     def ack(self, delivery: Delivery) -> None:
         subscription, tag = delivery.tag
         if self._release(subscription, tag):
-            subscription.channel.basic_ack(tag)
-            self._close_if_drained(subscription)
+            if not subscription.acked:
+                self._to_tell.append(subscription)
+            subscription.acked.append(tag)
 
     def reject(self, delivery: Delivery, *, requeue: bool) -> None:
         subscription, tag = delivery.tag
@@ -195,8 +206,25 @@ class Subscriptions:
         subscription.unsettled.discard(tag)
         return bool(subscription.channel.is_open)
 
+    def tell_acks(self) -> None:
+        """Acks of one burst: as one, up to the first delivery that is not settled."""
+        to_tell, self._to_tell = self._to_tell, []
+        for subscription in to_tell:
+            tags, subscription.acked = sorted(subscription.acked), []
+            if not subscription.is_live or not subscription.channel.is_open:
+                continue
+            oldest = min(subscription.unsettled, default=tags[-1] + 1)
+            together = sum(tag < oldest for tag in tags)
+            if together:
+                subscription.channel.basic_ack(tags[together - 1], multiple=together > 1)
+            for tag in tags[together:]:
+                subscription.channel.basic_ack(tag)
+            self._close_if_drained(subscription)
+
     def _close_if_drained(self, subscription: _Subscription) -> None:
-        if subscription.is_draining and not subscription.unsettled and subscription.is_live:
+        if subscription.unsettled or subscription.acked:
+            return
+        if subscription.is_draining and subscription.is_live:
             subscription.is_live = False
             if subscription.channel.is_open:
                 subscription.channel.close()
