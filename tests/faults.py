@@ -15,7 +15,7 @@ CALLS = [
     (0, "broker", "publish"),
     (0, "broker", "ack"),
     (1, "kv_pages", "write_all"),
-    (1, "ledger", "commit_all"),
+    (1, "ledger", "start_commits"),
     (1, "broker", "publish"),
     (1, "broker", "ack"),
 ]

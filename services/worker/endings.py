@@ -17,6 +17,9 @@ from shared.store.ledger_base import RequestLedger
 log = structlog.get_logger()
 
 SUSPECT_RETRY_S = 0.5
+# For tokens whose predecessors are not on record. Whoever sent their step was to put them there
+# first, and tries again for seconds.
+EARLY_RETRY_S, EARLY_LIMIT_S = 0.05, 2.0
 
 
 class Endings:
@@ -53,6 +56,18 @@ class Endings:
                 )
                 self.fail(item, reason, dead=True, num_attempts=num_attempts, workers=workers)
         return False
+
+    def postpone(self, item: Pending) -> None:
+        """Compute it again soon: the tokens before its own are not on record yet.
+
+        If they do not come the step is dropped, and the scheduler sends again what is missing.
+        """
+        now_s = self._clock()
+        if item.early_since_s is None:
+            item.early_since_s = now_s
+        item.is_early = now_s - item.early_since_s < EARLY_LIMIT_S
+        item.retry_at_s = now_s + EARLY_RETRY_S
+        log.debug("step_early", request_id=item.step.request_id, position=item.step.position)
 
     def fail(
         self,

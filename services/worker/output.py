@@ -26,7 +26,7 @@ from services.worker.shaping import MakeProcessors, Shaping
 from services.worker.speculation import Speculation
 from services.worker.stages import CONFIRM, REDIS, Stages
 from services.worker.steps import known_alone, next_group_step, routed
-from services.worker.tokens import Ended, GoOn, OutOfOrder, sample_and_commit
+from services.worker.tokens import Drawn, Early, Ended, GoOn, OutOfOrder
 from shared.broker.base import Confirm
 from shared.messages import Step
 from shared.model.layer_group import LayerGroup
@@ -74,13 +74,16 @@ class Output:
         self._shaping = Shaping(pool, ledger, layout.last_group, make_processors)
         self._speculation = Speculation(pool, ledger, layout.last_group)
 
-    def pass_on(self, slices: Sequence[Slice], hidden: FloatRows) -> None:
+    def pass_on(
+        self, slices: Sequence[Slice], hidden: FloatRows, *, has_time: bool = False
+    ) -> None:
         """Store the KV rows of slices of one group, commit their tokens, send what follows.
 
-        `hidden` (R, D) are their output rows. When it returns all of it is in store and queue,
-        but for slices that complete no step: theirs are when the next one's are. May
-        be repeated after any error: `KernelError`, which comes before anything was sent, and
-        `TransientError`.
+        `hidden` (R, D) are their output rows. Who `has_time`, since nothing else is to be done,
+        leaves the processors to the messages until these have arrived. When it returns all of it
+        is in store and queue, but for slices that complete no step: theirs are when the next one's
+        are. May be repeated after any error: `KernelError`, which comes before anything was sent,
+        and `TransientError`.
         """
         group = slices[0].group
         ends = list(accumulate(piece.num_rows for piece in slices))
@@ -92,11 +95,19 @@ class Output:
             if filling:
                 self._write_rows(filling)
                 self._stages.lap(REDIS)
-            following, over = self._commit_tokens(slices, hidden, ends)
+            pieces, drawn = self._draw(slices, hidden, ends)
             reached(self._faults, Point.COMMIT, slices)
-            confirm = self._sender.publish(following)
+            # The commits were sent first, so whoever commits what follows comes after them.
+            ahead = self._sent_ahead(pieces, drawn)
+            confirm = self._sender.publish(
+                [self._decode_step(piece, outcome, slices) for piece, outcome in ahead.items()]
+            )
             reached(self._faults, Point.PUBLISH, slices)
+            over = self._finish(slices, pieces, drawn, ahead)
             late = [p for p in slices if p.request_id not in over and not fills_page(p)]
+            if has_time:
+                self._wait(slices, confirm)
+                confirm = None
             if late:
                 self._write_rows(late)
         else:
@@ -113,6 +124,9 @@ class Output:
                 ]
             )
             reached(self._faults, Point.PUBLISH, slices)
+            if has_time:
+                self._wait(slices, confirm)
+                confirm = None
             self._stages.lap(CONFIRM)
             self._write_rows(slices)  # beside the publish: both end before the ack
             self._stages.lap(REDIS)
@@ -143,11 +157,10 @@ class Output:
             write_rows(slices, self._cache_of, self._kv_pages, self._ledger)
         reached(self._faults, Point.WRITE, slices)
 
-    def _commit_tokens(
+    def _draw(
         self, slices: Sequence[Slice], hidden: FloatRows, ends: Sequence[int]
-    ) -> tuple[list[Step], set[str]]:
-        """Commit the tokens of every slice that ends its step; returns the decode steps to send,
-        and the requests that nothing follows for.
+    ) -> tuple[list[Slice], Drawn]:
+        """Draw the tokens of every slice that ends its step, and send their commits.
 
         `hidden` (R, D) are the slices' rows, which end before `ends` (B,).
         """
@@ -157,31 +170,77 @@ class Output:
             if piece.completes and piece.pending.step.sample:
                 pieces.append(piece)
                 rows += range(end - 1 - len(piece.draft), end)
-        outcomes = sample_and_commit(
-            pieces,
+        drawn = Drawn(pieces)
+        drawn.draw(
             hidden if len(rows) == len(hidden) else hidden[rows],
             self._layer_groups[self._layout.last_group],
             self._ledger,
             self._shaping,
             self._stages,
         )
-        following: list[Step] = []
+        return pieces, drawn
+
+    def _sent_ahead(self, pieces: Sequence[Slice], drawn: Drawn) -> dict[Slice, GoOn]:
+        """What will follow unless the record knows better.
+
+        Only of requests whose tokens before these were put on record from here: a late copy of a
+        step would send a copy ahead of each step that follows it, and never die out.
+        """
+        return {
+            piece: outcome
+            for piece, outcome in zip(pieces, drawn.expected(), strict=True)
+            if isinstance(outcome, GoOn) and self._is_newest(piece)
+        }
+
+    def _is_newest(self, piece: Slice) -> bool:
+        state, step = self._pool.peek(piece.group, piece.request_id), piece.pending.step
+        return (
+            state is not None
+            and not piece.pending.is_suspect
+            and (state.on_record_epoch, state.on_record) == (step.epoch, step.end_position)
+        )
+
+    def _finish(
+        self,
+        slices: Sequence[Slice],
+        pieces: Sequence[Slice],
+        drawn: Drawn,
+        ahead: Mapping[Slice, GoOn],
+    ) -> set[str]:
+        """Hear what became of the commits, and send what follows and was not sent `ahead`.
+
+        A step ahead that does not follow after all does no harm: its commit will be refused.
+        Returns the requests that nothing follows for.
+        """
         over: set[str] = set()
-        for piece, outcome in zip(pieces, outcomes, strict=True):
+        late: list[Step] = []
+        for piece, outcome in zip(pieces, drawn.outcomes(self._shaping), strict=True):
             item = piece.pending
             match outcome:
                 case GoOn(step=step):
-                    step = self._speculative(step, num_sequences=len(slices))
-                    following.append(self._routed(piece, step))
+                    state = self._pool.peek(piece.group, piece.request_id)
+                    if state is not None and outcome.is_first:
+                        state.on_record_epoch, state.on_record = step.epoch, step.end_position
+                    if piece not in ahead or ahead[piece].token_ids != outcome.token_ids:
+                        late.append(self._decode_step(piece, outcome, slices))
                 case Ended():
                     over.add(piece.request_id)
                     self._pool.drop(item.step.request_id, self._layer_groups)
                 case OutOfOrder(reason=reason, code=code):
                     over.add(piece.request_id)
                     self._endings.fail(item, reason, code=code)
+                case Early():
+                    self._endings.postpone(item)
                 case _:
                     assert_never(outcome)
-        return following, over
+        if confirm := self._sender.publish(late):
+            confirm.wait(self._confirm_timeout_s)
+        return over
+
+    def _decode_step(self, piece: Slice, outcome: GoOn, slices: Sequence[Slice]) -> Step:
+        """What follows from a slice of the batch `slices`, on its way."""
+        step = self._speculative(outcome.step, num_sequences=len(slices))
+        return self._routed(piece, step)
 
     def _speculative(self, step: Step, *, num_sequences: int) -> Step:
         """The decode step with a draft, if its rows will be found where they were computed."""

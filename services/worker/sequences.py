@@ -46,7 +46,9 @@ class SequenceState:
     `epoch`: a repeat of it may be acked unread, since its effect is already on its way. The last
     rows of the cache may be guesses: those of the tokens `draft`. `guesser` is the last group's; it
     has none before position `quiet_until`, and none of another epoch than `guess_epoch`. `shape`
-    is the last group's, too: what changes the logits of the next token.
+    is the last group's, too: what changes the logits of the next token. So is `on_record`: the
+    position after the last token that this worker put on record before anyone else, in
+    `on_record_epoch`.
     """
 
     cache: SequenceCache
@@ -60,6 +62,8 @@ class SequenceState:
     guess_epoch: int = -1
     quiet_until: int = 0
     shape: Shape | None = None
+    on_record: int = 0
+    on_record_epoch: int = -1
 
     def keep_known(self, position: int, accepted: Sequence[int]) -> None:
         """Drop the rows of guesses that are not the tokens `accepted`, right before `position`."""

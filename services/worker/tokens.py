@@ -5,7 +5,7 @@ R rows to sample, D hidden_size, V vocab_size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ from shared.model.logits import LogitsProcessor
 from shared.model.logprobs import token_logprobs
 from shared.model.sampling import sample
 from shared.store.ledger_base import RequestLedger
-from shared.store.ledger_types import AlreadyCommitted, Commit, CommitResult, Committed
+from shared.store.ledger_types import AlreadyCommitted, Commit, CommitResult, Committed, Gap
 
 # A record that cannot be read, a form that cannot be kept, no vocabulary to keep it with.
 _ITS_OWN = (StoreDamaged, DecodeError, RequestError, ModelError)
@@ -40,10 +40,14 @@ _ITS_OWN = (StoreDamaged, DecodeError, RequestError, ModelError)
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """The tokens are on record and the request continues with this decode step."""
+    """The tokens are on record and the request continues with this decode step.
 
-    token_ids: Sequence[int]
+    `is_first` unless somebody had put them there before.
+    """
+
+    token_ids: tuple[int, ...]
     step: Step
+    is_first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,48 +63,76 @@ class OutOfOrder:
     code: ErrorCode
 
 
-Outcome = GoOn | Ended | OutOfOrder
+@dataclass(frozen=True, slots=True)
+class Early:
+    """The tokens before these are not on record yet: look again when they are."""
 
 
-def sample_and_commit(
-    pieces: Sequence[Slice],
-    rows: npt.NDArray[np.float32],
-    layer_group: LayerGroup,
-    ledger: RequestLedger,
-    shaping: Shaping,
-    stages: Stages,
-) -> list[Outcome]:
-    """Sample the tokens of slices that end their steps, and commit those of each.
+Outcome = GoOn | Ended | OutOfOrder | Early
 
-    `rows` (R, D) are, of each slice, the last row of known tokens and all of its draft. Raises
-    `StoreUnavailable`; a repeat after that is harmless, since the first commit of a position wins.
-    """
-    if not pieces:
-        return []
-    logits = layer_group.head(rows)  # (R, V)
-    outcomes: list[Outcome] = [Ended()] * len(pieces)
-    drawn: list[tuple[int, Commit, Sequence[LogitsProcessor]]] = []
-    start = 0
-    for number, piece in enumerate(pieces):
-        end, step = start + 1 + len(piece.draft), piece.pending.step
-        mine, start = slice(start, end), end
-        try:
-            processors = shaping.take(step)
-            if processors is None:
+
+class Drawn:
+    """The tokens of a batch, on their way to the record."""
+
+    def __init__(self, pieces: Sequence[Slice]) -> None:
+        """Of slices that end their steps; nothing is drawn yet."""
+        self._pieces = pieces
+        self._refused: dict[int, Outcome] = {}  # by number of the slice
+        self._drawn: list[tuple[int, Commit, Sequence[LogitsProcessor]]] = []
+        self._wait: Callable[[], list[CommitResult | StoreDamaged]] = list
+
+    def expected(self) -> list[Outcome]:
+        """What follows if nobody else was first, as is nearly always so."""
+        outcomes = self._without_commits()
+        for number, commit, _ in self._drawn:
+            outcomes[number] = _outcome(self._pieces[number], commit, Committed())
+        return outcomes
+
+    def outcomes(self, shaping: Shaping) -> list[Outcome]:
+        """Waits for what became of each commit; to be called once. Raises `StoreUnavailable`; a
+        repeat of all is harmless after that, since the first commit of a position wins."""
+        outcomes = self._without_commits()
+        for (number, commit, processors), result in zip(self._drawn, self._wait(), strict=True):
+            piece = self._pieces[number]
+            outcome = outcomes[number] = _outcome(piece, commit, result)
+            if isinstance(outcome, GoOn) and outcome.token_ids == tuple(commit.token_ids):
+                shaping.keep(piece.pending.step, processors, commit.token_ids)
+        return outcomes
+
+    def _without_commits(self) -> list[Outcome]:
+        return [self._refused.get(number, Ended()) for number in range(len(self._pieces))]
+
+    def draw(
+        self,
+        rows: npt.NDArray[np.float32],
+        layer_group: LayerGroup,
+        ledger: RequestLedger,
+        shaping: Shaping,
+        stages: Stages,
+    ) -> None:
+        """Sample, and send the commits. `rows` (R, D) are, of each slice, the last row of known
+        tokens and all of its draft. Raises `StoreUnavailable`."""
+        if not self._pieces:
+            return
+        logits = layer_group.head(rows)  # (R, V)
+        start = 0
+        for number, piece in enumerate(self._pieces):
+            end, step = start + 1 + len(piece.draft), piece.pending.step
+            mine, start = slice(start, end), end
+            try:
+                processors = shaping.take(step)
+                if processors is None:
+                    continue
+                values, largest = logits.values[mine], logits.largest[mine]
+                commit = _draw(step, piece.draft, values, largest, processors)
+            except _ITS_OWN as error:  # of this request alone
+                self._refused[number] = OutOfOrder(str(error), _code_of(error))
                 continue
-            commit = _draw(step, piece.draft, logits.values[mine], logits.largest[mine], processors)
-        except _ITS_OWN as error:  # of this request alone
-            outcomes[number] = OutOfOrder(str(error), _code_of(error))
-            continue
-        drawn.append((number, commit, processors))
-    stages.lap(COMPUTE)
-    results = ledger.commit_all([commit for _, commit, _ in drawn]) if drawn else []
-    stages.lap(REDIS)
-    for (number, commit, processors), result in zip(drawn, results, strict=True):
-        outcome = outcomes[number] = _outcome(pieces[number], commit, result)
-        if isinstance(outcome, GoOn) and tuple(outcome.token_ids) == tuple(commit.token_ids):
-            shaping.keep(pieces[number].pending.step, processors, commit.token_ids)
-    return outcomes
+            self._drawn.append((number, commit, processors))
+        stages.lap(COMPUTE)
+        if self._drawn:
+            self._wait = ledger.start_commits([commit for _, commit, _ in self._drawn])
+        stages.lap(REDIS)
 
 
 def _code_of(error: PermanentError) -> ErrorCode:
@@ -120,6 +152,8 @@ def _outcome(piece: Slice, commit: Commit, result: CommitResult | StoreDamaged) 
             pass
         case StoreDamaged():  # of this request alone: its neighbours go on
             return OutOfOrder(str(result), ErrorCode.LOST)
+        case Gap():
+            return Early()
         case AlreadyCommitted(token_ids=winners, finish=won):
             # The commit happened, the publish perhaps not: send the same output again.
             token_ids, reason = winners, won
@@ -132,7 +166,7 @@ def _outcome(piece: Slice, commit: Commit, result: CommitResult | StoreDamaged) 
     # Of a repeat with another draft, or without one, the rows may be fewer than the tokens.
     num_computed = min(common_prefix(piece.draft, token_ids), len(token_ids) - 1)
     following = following_step(piece.pending.step, token_ids=token_ids, num_computed=num_computed)
-    return GoOn(token_ids, following)
+    return GoOn(tuple(token_ids), following, isinstance(result, Committed))
 
 
 def _draw(

@@ -336,7 +336,8 @@ class Worker:
                 )
             self.stages.lap(COMPUTE)
             self._note_drafts(slices)
-            self._output.pass_on(slices, hidden)
+            has_time = len(self._inbox) == 1 and slices[0].completes
+            self._output.pass_on(slices, hidden, has_time=has_time)
         except KernelError as error:  # nothing was published yet: sampling comes before
             return self._isolate(slices, error)
         settled = sum(self._settle(group, piece) for piece in slices)
@@ -374,6 +375,9 @@ class Worker:
                 state.draft = piece.draft
 
     def _settle(self, group: int, piece: Slice) -> int:
+        if piece.pending.is_early:
+            piece.pending.is_early = False
+            return 0
         piece.pending.done = piece.start + piece.num_rows
         if not piece.completes:
             return 0

@@ -86,7 +86,10 @@ class Connection:
     `name` is host:port, without user and password.
     """
 
-    def __init__(self, client: redis.Redis, name: str, timeout_s: float) -> None:
+    def __init__(
+        self, client: redis.Redis, name: str, timeout_s: float, *, sends_ahead: bool = True
+    ) -> None:
+        """`sends_ahead` where a command can be sent and its reply be read later."""
         # redis-py's conversions differ between its versions; the protocol's replies do not.
         client.response_callbacks.clear()
         self._client = client
@@ -94,6 +97,7 @@ class Connection:
         self.name = name
         self.timeout_s = timeout_s
         self._has_served = False
+        self._sends_ahead = sends_ahead
 
     def run(self, command: Command | Call) -> Any:
         """The reply to one command."""
@@ -123,14 +127,31 @@ class Connection:
             if any(isinstance(reply, NoScriptError) for reply in replies):
                 self._load([c for c in commands if isinstance(c, Call)])
                 replies = self._send(commands)
-            for number, reply in enumerate(replies):
-                if not isinstance(reply, Exception):
-                    continue
-                error = self._meaning(reply) if isinstance(reply, RedisError) else reply
-                if not isinstance(error, keep):
-                    raise reply
-                replies[number] = error
-            return replies
+            return self._kept(replies, keep)
+
+    def start_all(
+        self,
+        commands: Sequence[Command | Call],
+        *,
+        keep: tuple[type[CellpipeError], ...] = (),
+    ) -> Callable[[], list[Any]]:
+        """`run_all` in two halves: this one sends, and what it returns waits for the replies.
+
+        That is to be called once. Commands whose replies do not come are sent again by it.
+        """
+        line = self._send_ahead(commands) if self._sends_ahead and commands else None
+        if line is None:
+            replies = self.run_all(commands, keep=keep)
+            return lambda: replies
+
+        def wait() -> list[Any]:
+            replies = self._read(line, len(commands))
+            if replies is None or any(isinstance(reply, NoScriptError) for reply in replies):
+                return self.run_all(commands, keep=keep)
+            with self._errors():
+                return self._kept(replies, keep)
+
+        return wait
 
     def ping(self) -> None:
         """Raise `StoreUnavailable` unless the server answers."""
@@ -139,19 +160,58 @@ class Connection:
     def close(self) -> None:
         self._client.close()
 
+    def _kept(self, replies: list[Any], keep: tuple[type[CellpipeError], ...]) -> list[Any]:
+        """The replies with errors of the classes `keep` in their place; raises the first other."""
+        for number, reply in enumerate(replies):
+            if not isinstance(reply, Exception):
+                continue
+            error = self._meaning(reply) if isinstance(reply, RedisError) else reply
+            if not isinstance(error, keep):
+                raise reply
+            replies[number] = error
+        return replies
+
+    def _send_ahead(self, commands: Sequence[Command | Call]) -> Any:
+        """The redis-py connection that they left by; None if they did not."""
+        pool = self._client.connection_pool
+        try:
+            line = pool.get_connection()
+        except RedisError:
+            return None
+        send: Callable[[Any], None] = line.send_packed_command
+        pack: Callable[[Any], Any] = line.pack_commands
+        try:
+            send(pack(map(_command, commands)))
+        except RedisError:
+            pool.release(line)
+            return None
+        return line
+
+    def _read(self, line: Any, num_replies: int) -> list[Any] | None:
+        """Replies that are on their way; None when they do not come. Gives the line back."""
+        replies: list[Any] = []
+        try:
+            for _ in range(num_replies):
+                try:
+                    replies.append(line.read_response())
+                except ResponseError as error:
+                    replies.append(error)
+        except RedisError:  # redis-py has closed it
+            return None
+        finally:
+            self._client.connection_pool.release(line)
+        return replies
+
     def _send(self, commands: Sequence[Command | Call]) -> list[Any]:
         if len(commands) == 1:  # a pipeline of one takes half as much CPU again
-            command = commands[0]
             try:
-                return [
-                    self._execute(*(command.command() if isinstance(command, Call) else command))
-                ]
+                return [self._execute(*_command(commands[0]))]
             except ResponseError as error:
                 return [error]
         pipeline = self._client.pipeline(transaction=False)
         queue: Callable[..., Any] = pipeline.execute_command
         for command in commands:
-            queue(*(command.command() if isinstance(command, Call) else command))
+            queue(*_command(command))
         return pipeline.execute(raise_on_error=False)
 
     def _load(self, calls: Sequence[Call]) -> None:
@@ -260,7 +320,7 @@ def _connect_one(role: str, url: str, timeout_s: float, max_retries: int) -> Con
     except ValueError:  # its text may quote a password that holds a slash
         raise refuse("is malformed: host or port cannot be read") from None
     if parts.scheme in MEMORY_SCHEMES:
-        return Connection(embedded_client(), "memory", timeout_s)
+        return Connection(embedded_client(), "memory", timeout_s, sends_ahead=False)
     if parts.scheme not in ("redis", "rediss"):
         raise refuse("must start with redis://, rediss:// or memory://")
     if not parts.hostname:
@@ -279,6 +339,10 @@ def _connect_one(role: str, url: str, timeout_s: float, max_retries: int) -> Con
         retry=Retry(EqualJitterBackoff(cap=1.0, base=0.05), max_retries),
     )
     return Connection(client, f"{parts.hostname}:{port}", timeout_s)
+
+
+def _command(command: Command | Call) -> Command:
+    return command.command() if isinstance(command, Call) else command
 
 
 def _without_password(url: str) -> str:

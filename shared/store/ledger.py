@@ -9,7 +9,7 @@ Knows no queue and no model. Longer than other modules: all that is done to a re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from shared.errors import DecodeError, ErrorCode, StoreDamaged
@@ -145,14 +145,19 @@ class Ledger:
         are stored by the same script. Raises `StoreDamaged`.
         """
         commit = Commit(request_id, epoch, position, token_ids, finish, logprobs)
-        result = self.commit_all([commit])[0]
+        result = self.start_commits([commit])()[0]
         if isinstance(result, StoreDamaged):
             raise result
         return result
 
-    def commit_all(self, commits: Sequence[Commit]) -> list[CommitResult | StoreDamaged]:
-        """What became of each commit, in one round trip; damage is that of one request alone."""
-        replies = self._meta.run_all(
+    def start_commits(
+        self, commits: Sequence[Commit]
+    ) -> Callable[[], list[CommitResult | StoreDamaged]]:
+        """Send commits. What is returned waits for what became of each, and is called once.
+
+        All are one round trip; damage is that of one request alone.
+        """
+        wait = self._meta.start_all(
             [
                 Call(
                     load_script("ledger_commit"),
@@ -172,8 +177,8 @@ class Ledger:
             ],
             keep=(StoreDamaged,),
         )
-        return [
-            reply if isinstance(reply, StoreDamaged) else _commit_result(reply) for reply in replies
+        return lambda: [
+            reply if isinstance(reply, StoreDamaged) else _commit_result(reply) for reply in wait()
         ]
 
     def finish(

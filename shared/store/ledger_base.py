@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from shared.errors import RequestError, StoreDamaged
@@ -47,7 +47,9 @@ class RequestLedger(Protocol):
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> CommitResult: ...
 
-    def commit_all(self, commits: Sequence[Commit]) -> list[CommitResult | StoreDamaged]: ...
+    def start_commits(
+        self, commits: Sequence[Commit]
+    ) -> Callable[[], list[CommitResult | StoreDamaged]]: ...
 
     def finish(
         self, request_id: str, reason: FinishReason, error: str = "", code: str = ""

@@ -135,11 +135,14 @@ class MemoryLedger:
             self._wake(request_id, is_end=finish is not None)
             return Committed()
 
-    def commit_all(self, commits: Sequence[Commit]) -> list[CommitResult | StoreDamaged]:
-        return [
+    def start_commits(
+        self, commits: Sequence[Commit]
+    ) -> Callable[[], list[CommitResult | StoreDamaged]]:
+        results: list[CommitResult | StoreDamaged] = [
             self.commit(c.request_id, c.epoch, c.position, c.token_ids, c.finish, c.logprobs)
             for c in commits
         ]
+        return lambda: results
 
     def finish(
         self, request_id: str, reason: FinishReason, error: str = "", code: str = ""

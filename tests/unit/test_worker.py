@@ -217,7 +217,7 @@ def test_a_store_that_fails_for_a_while_only_delays(method: str) -> None:
 def test_a_ledger_that_fails_for_a_while_only_delays(after: bool) -> None:
     rig = Rig(2)
     flaky = Tripwire(
-        rig.ledger, "commit_all", StoreUnavailable("down"), after=after, nth=2, times=3
+        rig.ledger, "start_commits", StoreUnavailable("down"), after=after, nth=2, times=3
     )
     rig.add_worker(0)
     rig.add_worker(1, ledger=flaky)
