@@ -23,7 +23,7 @@ from services.bench.options import (
     PointFigures,
 )
 from services.bench.rig import Prompts, Rig, private_servers
-from shared.broker.rabbitmq.raw import time_ping_pong
+from shared.broker.rabbitmq.raw import time_hops, time_ping_pong
 from shared.local_cluster.servers import Servers
 from shared.store.raw import time_round_trips
 from shared.wire import row_bytes
@@ -96,16 +96,18 @@ class _Rounds:
         options = self._options
         points = {concurrency: _Point() for concurrency in options.concurrency}
         pings: list[float] = []
+        hops: list[float] = []
         trips: list[float] = []
         self._rig.say("warming up")
         self._round(1, peer)
         for number in range(options.rounds):
-            pings += time_ping_pong(
-                self._servers.settings["CELLPIPE_AMQP_URL"],
-                options.queue_type,
-                body_bytes=self._body_bytes,
-                num_times=NUM_PING_PONGS,
-            )
+            for raw_s, time_raw in ((pings, time_ping_pong), (hops, time_hops)):
+                raw_s += time_raw(
+                    self._servers.settings["CELLPIPE_AMQP_URL"],
+                    options.queue_type,
+                    body_bytes=self._body_bytes,
+                    num_times=NUM_PING_PONGS,
+                )
             trips += time_round_trips(
                 self._servers.settings["CELLPIPE_REDIS_URL"], num_times=NUM_ROUND_TRIPS
             )
@@ -128,6 +130,7 @@ class _Rounds:
         return LayoutFigures(
             self._rig.num_groups,
             raw_figures(pings),
+            raw_figures(hops),
             raw_figures(trips),
             [self._point(concurrency, point) for concurrency, point in points.items()],
             peer.one_stream_tokens_per_s if peer else None,

@@ -56,13 +56,15 @@ class PointFigures:
 
 @dataclass(frozen=True, slots=True)
 class LayoutFigures:
-    """One number of groups; the yardsticks were taken between its loads.
+    """One number of groups; the yardsticks were taken between its loads: a message to a queue and
+    back to the same process, one to another process, a question to Redis.
 
     `peer_bench_tokens_per_s` is what the peer's own benchmark said of one stream, before the rest.
     """
 
     num_groups: int
     pika_ping_pong: RawFigures
+    pika_hop: RawFigures
     redis_round_trip: RawFigures
     points: list[PointFigures]
     peer_bench_tokens_per_s: float | None = None

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
+from services.bench.latency import RawFigures
 from services.bench.options import ClusterFigures, LayoutFigures, PointFigures
 from shared.store.presence_types import STAGES
 
@@ -18,6 +19,9 @@ def to_dict(figures: ClusterFigures) -> dict[str, Any]:
     shown = asdict(figures)
     log_folder = figures.options.log_folder
     shown["options"]["log_folder"] = str(log_folder) if log_folder else None
+    for layout, shown_layout in zip(figures.layouts, shown["layouts"], strict=True):
+        for point, shown_point in zip(layout.points, shown_layout["points"], strict=True):
+            shown_point["beyond_raw_ms"] = beyond_ms(layout, point)
     return {"bench": "cluster", **shown}
 
 
@@ -72,11 +76,23 @@ def _hop_lines(layout: LayoutFigures) -> list[str]:
         f"{'token to token':>16} " + " ".join(f"{point.gap_ms:>8.2f}" for point in points),
         f"{'steps a batch':>16} "
         + " ".join(_cell([hop.batch for hop in point.hops]) for point in points),
-        f"raw pika, to a queue and back: {layout.pika_ping_pong.p50_ms:.3f} ms p50, "
-        f"{layout.pika_ping_pong.p95_ms:.3f} p95; raw Redis round trip: "
-        f"{layout.redis_round_trip.p50_ms:.3f} ms p50, {layout.redis_round_trip.p95_ms:.3f} p95",
+        f"{'beyond raw, hop':>16} "
+        + " ".join(f"{beyond_ms(layout, point):>8.2f}" for point in points)
+        + "  a hop less kernel and raw pika hop",
+        f"raw pika, to a queue and back: {_raw(layout.pika_ping_pong)}; to another process: "
+        f"{_raw(layout.pika_hop)}; raw Redis round trip: {_raw(layout.redis_round_trip)}",
     ]
     return lines
+
+
+def beyond_ms(layout: LayoutFigures, point: PointFigures) -> float:
+    """What a hop costs beside the kernel and a message of pika's to another process."""
+    compute_ms = sum(hop.stage_ms["compute"] for hop in point.hops)
+    return (point.gap_ms - compute_ms) / layout.num_groups - layout.pika_hop.p50_ms
+
+
+def _raw(figures: RawFigures) -> str:
+    return f"{figures.p50_ms:.3f} ms p50, {figures.p95_ms:.3f} p95"
 
 
 def plot_lines(figures: ClusterFigures) -> list[str]:

@@ -23,7 +23,17 @@ def routed(step: Step, *, worker_id: str, group: int, next_worker: str) -> Step:
     if not worker_id:
         return step
     route = with_worker(with_worker(step.route, group, worker_id), step.group, next_worker)
-    return replace(step, route=route)
+    if route == step.route:
+        return step
+    return step.then(
+        group=step.group,
+        position=step.position,
+        sample=step.sample,
+        tensors=step.tensors,
+        draft=step.draft,
+        accepted=step.accepted,
+        route=route,
+    )
 
 
 def next_group_step(piece: Slice, hidden: Mapping[str, npt.NDArray[Any]]) -> Step:

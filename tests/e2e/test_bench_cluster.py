@@ -57,6 +57,7 @@ def test_every_load_has_its_figures_and_its_hops(tiny_gguf: Path) -> None:
     assert [layout["num_groups"] for layout in figures["layouts"]] == [1, 2]
     for layout in figures["layouts"]:
         assert layout["pika_ping_pong"]["p50_ms"] > 0
+        assert layout["pika_hop"]["p50_ms"] > 0
         assert layout["redis_round_trip"]["p50_ms"] > 0
         for point, streams in zip(layout["points"], (1, 3), strict=True):
             assert point["concurrency"] == streams

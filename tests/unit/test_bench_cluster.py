@@ -109,8 +109,8 @@ def figures() -> ClusterFigures:
 
     raw = RawFigures(0.2, 0.4)
     layouts = [
-        LayoutFigures(1, raw, raw, [point(1, 1, 100.0), point(1, 4, 200.0)]),
-        LayoutFigures(2, raw, raw, [point(2, 1, 50.0), point(2, 4, 120.0)]),
+        LayoutFigures(1, raw, raw, raw, [point(1, 1, 100.0), point(1, 4, 200.0)]),
+        LayoutFigures(2, raw, raw, raw, [point(2, 1, 50.0), point(2, 4, 120.0)]),
     ]
     return ClusterFigures("tiny@1", options, layouts)
 

@@ -18,6 +18,8 @@ from pika.adapters.select_connection import IOLoop
 
 log = structlog.get_logger()
 
+# What arrived since the last pass of so long ago can wait for the next one.
+FRESH_S = 0.0005
 # How often the loop's own thread looks in while the loop's owner is busy elsewhere, and how long
 # it stays away when it finds the owner there. Heartbeats are due every few seconds.
 LOOK_IN_S, STAY_AWAY_S = 0.005, 0.02
@@ -51,6 +53,7 @@ class IoLoop:
         self._in_burst = False
         self._awake = False
         self._stopping = False
+        self._passed_s = 0.0  # when the last pass ended
         self._on_ended = on_ended
         self._thread = threading.Thread(target=self._run, name="cellpipe-amqp", daemon=True)
 
@@ -87,7 +90,8 @@ class IoLoop:
         if not self._runs_in_owner or threading.get_ident() != self._owner:
             return
         if timeout_s <= 0.0:
-            self._look_in()
+            if time.monotonic() - self._passed_s > FRESH_S:
+                self._look_in()
             return
         if not self._turn.acquire(timeout=timeout_s):
             return
@@ -164,6 +168,7 @@ class IoLoop:
         try:
             self.ioloop.poll()
             self.ioloop.process_timeouts()
+            self._passed_s = time.monotonic()
         except BaseException:
             self._stopping = True
             raise

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pika
 import pika.exceptions
@@ -46,6 +50,53 @@ def time_ping_pong(
     except pika.exceptions.AMQPError as error:
         raise BrokerUnavailable(f"RabbitMQ went away while it was measured: {error!r}") from error
     return times
+
+
+def time_hops(url: str, queue_type: QueueType, *, body_bytes: int, num_times: int) -> list[float]:
+    """Seconds of a hop between two processes: half of a message's way to another and back.
+
+    One blocking connection each, no confirm, no ack, and nothing in between. Raises `ConfigError`
+    for a malformed URL, `BrokerUnavailable`.
+    """
+    there, back = (f"cellpipe.raw.{secrets.token_hex(6)}" for _ in range(2))
+    body = bytes(body_bytes)
+    properties = pika.BasicProperties(delivery_mode=1)
+    times = []
+    try:
+        with pika.BlockingConnection(parse_address(url).parameters("raw", heartbeat_s=60)) as link:
+            channel = link.channel()
+            for name in (there, back):
+                spec = QueueSpec(name, queue_type, expires_ms=EXPIRES_MS)
+                channel.queue_declare(name, durable=True, arguments=queue_arguments(spec))
+            came = channel.consume(back, auto_ack=True, inactivity_timeout=SILENCE_S)
+            with _echo(url, there, back):
+                for number in range(-1, num_times):
+                    began_s = time.perf_counter()
+                    channel.basic_publish("", there, body, properties)
+                    if next(came)[0] is None:
+                        raise BrokerUnavailable(f"no echo came back within {SILENCE_S:g} s")
+                    if number >= 0:  # the first waits until the other process is there
+                        times.append((time.perf_counter() - began_s) / 2)
+            channel.cancel()
+            for name in (there, back):
+                channel.queue_delete(name)
+    except pika.exceptions.AMQPError as error:
+        raise BrokerUnavailable(f"RabbitMQ went away while it was measured: {error!r}") from error
+    return times
+
+
+@contextmanager
+def _echo(url: str, source: str, target: str) -> Iterator[None]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shared.broker.rabbitmq.echo"], stdin=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdin is not None, "it is a pipe"
+        process.stdin.write(f"{url}\n{source}\n{target}\n")
+        process.stdin.flush()
+        yield
+    finally:
+        process.communicate()
 
 
 def time_flood(url: str, queue_type: QueueType, *, body_bytes: int, num_times: int) -> float:
