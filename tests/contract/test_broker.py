@@ -90,6 +90,26 @@ def take(broker: Broker) -> Delivery:
     return delivery
 
 
+def test_acks_settle_those_deliveries_and_no_others(
+    world: World, broker: Broker, queue: str
+) -> None:
+    bodies = [bytes([number]) for number in range(1, 8)]
+    send(broker, queue, *bodies)
+    first = world.broker()
+    first.consume(queue, prefetch=10)
+    taken = [take(first) for _ in bodies]
+
+    for number in (2, 1, 3, 6):
+        first.ack(taken[number - 1])
+    first.reject(taken[4 - 1], requeue=False)
+    first.close()
+
+    broker.consume(queue, prefetch=10)
+    left = [take(broker) for _ in range(2)]
+    assert sorted(delivery.body for delivery in left) == [b"\x05", b"\x07"]
+    assert broker.take(SHORT_S) is None
+
+
 def test_a_message_arrives_with_its_properties(broker: Broker, queue: str) -> None:
     broker.consume(queue, prefetch=4)
     body = bytes(range(256)) * 16

@@ -15,7 +15,7 @@ from shared.messages import SamplingParams
 from shared.store.connection import StoreFull, connect
 from shared.store.kv_pages import KvPages
 from shared.store.ledger import Ledger
-from shared.store.ledger_types import Committed, LedgerRecord
+from shared.store.ledger_types import Commit, Committed, LedgerRecord
 from shared.store.presence import Presence
 from shared.store.presence_types import SchedulerInfo, WorkerInfo
 from shared.topology import even_layout
@@ -232,6 +232,47 @@ def test_scripts_in_a_batch_are_loaded_when_the_server_forgot_them(
         pages.write("r", 0, 1, b"ijklmnop")
 
         assert pages.read("r", 0, 0, 2) == b"abcdefghijklmnop"
+
+
+@pytest.mark.servers
+def test_replies_are_read_when_they_are_asked_for_each_from_its_own_line(
+    private_redis: RedisServer,
+) -> None:
+    with closing(connect(private_redis.url)) as stores:
+        meta = stores.meta
+
+        first = meta.start_all([("SET", "k", "1"), ("GET", "k")])
+        second = meta.start_all([("GET", "k")])
+        meta.run(("SET", "k", "2"))
+
+        assert (second(), first()) == ([b"1"], [b"OK", b"1"])
+
+
+@pytest.mark.servers
+def test_commands_whose_replies_are_lost_are_sent_again(private_redis: RedisServer) -> None:
+    with closing(connect(private_redis.url)) as stores:
+        ledger = Ledger(stores.meta)
+        ledger.admit(LedgerRecord("r", "m", "l", (1,), SamplingParams(seed=1), 9))
+        stores.meta.run(("SCRIPT", "FLUSH"))
+
+        sent_to_the_old = ledger.start_commits([Commit("r", 0, 1, [6])])
+        private_redis.stop()
+        private_redis.start()
+        ledger.admit(LedgerRecord("r", "m", "l", (1,), SamplingParams(seed=1), 9))
+
+        assert sent_to_the_old() == [Committed()]
+        assert ledger.tokens("r") == [6]
+
+
+@pytest.mark.servers
+def test_lines_are_given_back_whatever_became_of_their_replies(private_redis: RedisServer) -> None:
+    with closing(connect(private_redis.url)) as stores:
+        for _ in range(20):
+            stores.meta.start_all([("GET", "k")])()
+            with pytest.raises(StoreUnavailable, match="refuses"):
+                stores.meta.start_all([("NO-SUCH-COMMAND",)])()
+
+        assert stores.meta.run(("CLIENT", "LIST")).count(b"\n") == 1
 
 
 @pytest.mark.servers

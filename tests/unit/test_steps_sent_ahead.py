@@ -1,0 +1,163 @@
+"""The last group sends the next step beside its token's commit, and reads the answer afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from services.worker.endings import EARLY_LIMIT_S
+from shared.broker.base import Outgoing
+from shared.broker.memory import MemoryBroker
+from shared.errors import StoreDamaged, StoreUnavailable
+from shared.messages import FinishReason
+from shared.store.ledger import Ledger
+from shared.store.ledger_types import Commit, CommitResult, Gap
+from tests.rig import Rig, assert_answers
+from tests.rig_model import SAMPLED, prompt_of
+
+PROMPT = prompt_of(30)
+
+Results = list[CommitResult | StoreDamaged]
+
+
+class LateLedger:
+    """A ledger whose commits are answered, or made, when a test says so."""
+
+    def __init__(
+        self, inner: Ledger, wait: Callable[[Sequence[Commit], Callable[[], Results]], Results]
+    ) -> None:
+        """`wait` is asked for the answer to commits, and may call the real one."""
+        self._inner = inner
+        self._wait = wait
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def start_commits(self, commits: Sequence[Commit]) -> Callable[[], Results]:
+        return lambda: self._wait(commits, lambda: self._inner.start_commits(commits)())
+
+
+class NotingBroker:
+    """Notes each step that is published."""
+
+    def __init__(self, inner: MemoryBroker, noted: list[str]) -> None:
+        self._inner = inner
+        self._noted = noted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def publish(self, messages: Sequence[Outgoing]) -> Any:
+        self._noted += ["step" for _ in messages]
+        return self._inner.publish(messages)
+
+
+def test_the_next_step_leaves_before_the_answer_where_the_token_before_came_from_here() -> None:
+    rig = Rig(2)
+    noted: list[str] = []
+
+    def wait(commits: Sequence[Commit], answer: Callable[[], Results]) -> Results:
+        noted.append("answer")
+        return answer()
+
+    rig.add_worker(0)
+    rig.add_worker(
+        1, ledger=LateLedger(rig.ledger, wait), broker=NotingBroker(rig.new_broker(), noted)
+    )
+
+    rig.start("r", PROMPT, SAMPLED)
+    rig.run_until_done("r")
+
+    assert noted[:6] == ["answer", "step", "step", "answer", "step", "answer"]
+    assert noted[-1] == "answer"  # nothing follows the last token
+    assert_answers(rig, [("r", PROMPT, SAMPLED)])
+
+
+def test_a_request_that_ends_meanwhile_leaves_no_step_behind() -> None:
+    rig = Rig(2)
+
+    def wait(commits: Sequence[Commit], answer: Callable[[], Results]) -> Results:
+        if len(rig.tokens("r")) == 5:
+            rig.ledger.finish("r", FinishReason.ABORT)
+        return answer()
+
+    rig.add_worker(0)
+    rig.add_worker(1, ledger=LateLedger(rig.ledger, wait))
+
+    rig.start("r", PROMPT, SAMPLED)
+    rig.run_until_done("r")
+    rig.run_until_quiet()
+
+    assert len(rig.tokens("r")) == 5
+    assert rig.num_steps() == 0
+    assert rig.num_dead() == 0
+
+
+@pytest.mark.parametrize("num_losses", [1, 3])
+def test_answers_that_do_not_come_only_delay(num_losses: int) -> None:
+    # given commits that are made, or not, before the store goes away
+    rig = Rig(2)
+    calls = 0
+
+    def wait(commits: Sequence[Commit], answer: Callable[[], Results]) -> Results:
+        nonlocal calls
+        calls += 1
+        if 3 <= calls < 3 + num_losses:
+            raise StoreUnavailable("gone")
+        results = answer()
+        if calls == 6 + num_losses:
+            raise StoreUnavailable("gone after it")
+        return results
+
+    rig.add_worker(0)
+    rig.add_worker(1, ledger=LateLedger(rig.ledger, wait))
+
+    rig.start("r", PROMPT, SAMPLED)
+    rig.run_until_done("r")
+    rig.run_until_quiet()
+
+    assert calls > 6 + num_losses
+    assert_answers(rig, [("r", PROMPT, SAMPLED)])
+    assert rig.num_dead() == 0
+
+
+def test_a_step_that_is_early_is_looked_at_again() -> None:
+    rig = Rig(2)
+    num_gaps = 0
+
+    def wait(commits: Sequence[Commit], answer: Callable[[], Results]) -> Results:
+        nonlocal num_gaps
+        if len(rig.tokens("r")) == 4 and num_gaps < 3:
+            num_gaps += 1
+            return [Gap(commits[0].position - 2)]
+        return answer()
+
+    rig.add_worker(0)
+    rig.add_worker(1, ledger=LateLedger(rig.ledger, wait))
+
+    rig.start("r", PROMPT, SAMPLED)
+    rig.run_until_done("r")
+    rig.run_until_quiet()
+
+    assert num_gaps == 3
+    assert_answers(rig, [("r", PROMPT, SAMPLED)])
+
+
+def test_a_step_whose_predecessors_never_come_is_dropped_for_the_scheduler_to_drive() -> None:
+    rig = Rig(2)
+
+    def wait(commits: Sequence[Commit], answer: Callable[[], Results]) -> Results:
+        return [Gap(commits[0].position - 2)] if rig.tokens("r") else answer()
+
+    rig.add_worker(0)
+    rig.add_worker(1, ledger=LateLedger(rig.ledger, wait))
+    rig.start("r", PROMPT, SAMPLED)
+    rig.run_until(lambda: len(rig.tokens("r")) == 1)
+    began_s = rig.clock()
+
+    rig.run_until(lambda: rig.num_steps() == 0)
+
+    assert EARLY_LIMIT_S <= rig.clock() - began_s < 2 * EARLY_LIMIT_S
+    assert rig.num_dead() == 0
