@@ -21,8 +21,9 @@ log = structlog.get_logger()
 # What arrived since the last pass of so long ago can wait for the next one.
 FRESH_S = 0.0005
 # How often the loop's own thread looks in while the loop's owner is busy elsewhere, and how long
-# it stays away when it finds the owner there. Heartbeats are due every few seconds.
-LOOK_IN_S, STAY_AWAY_S = 0.005, 0.02
+# it stays away at most where it finds the owner there, time after time. Heartbeats are due every
+# few seconds.
+LOOK_IN_S, STAY_AWAY_S = 0.005, 0.1
 
 
 class Sink(Protocol):
@@ -53,6 +54,7 @@ class IoLoop:
         self._in_burst = False
         self._awake = False
         self._stopping = False
+        self._told_to_stop = threading.Event()
         self._passed_s = 0.0  # when the last pass ended
         self._on_ended = on_ended
         self._thread = threading.Thread(target=self._run, name="cellpipe-amqp", daemon=True)
@@ -119,6 +121,7 @@ class IoLoop:
     def stop(self, timeout_s: float) -> None:
         """End the loop; afterwards what is posted is never run."""
         self._stopping = True
+        self._told_to_stop.set()
         self.ioloop.add_callback_threadsafe(self.ioloop.stop)
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
@@ -179,8 +182,10 @@ class IoLoop:
                 with self._turn:
                     self.ioloop.start()
                 return
+            pause_s = LOOK_IN_S
             while not self._stopping:
-                time.sleep(LOOK_IN_S if self._look_in() else STAY_AWAY_S)
+                self._told_to_stop.wait(pause_s)
+                pause_s = LOOK_IN_S if self._look_in() else min(2 * pause_s, STAY_AWAY_S)
         finally:
             self._stopping = True
             self._on_ended()
