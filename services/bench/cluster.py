@@ -29,6 +29,7 @@ from shared.store.raw import time_round_trips
 from shared.wire import row_bytes
 
 NUM_PING_PONGS = 200
+NUM_COLD_HOPS = 60
 NUM_ROUND_TRIPS = 500
 FRAME_BYTES = 300  # of a decode step beside its hidden state
 
@@ -97,17 +98,22 @@ class _Rounds:
         points = {concurrency: _Point() for concurrency in options.concurrency}
         pings: list[float] = []
         hops: list[float] = []
+        cold_hops: list[float] = []
         trips: list[float] = []
         self._rig.say("warming up")
         self._round(1, peer)
         for number in range(options.rounds):
-            for raw_s, time_raw in ((pings, time_ping_pong), (hops, time_hops)):
-                raw_s += time_raw(
-                    self._servers.settings["CELLPIPE_AMQP_URL"],
-                    options.queue_type,
-                    body_bytes=self._body_bytes,
-                    num_times=NUM_PING_PONGS,
-                )
+            url = self._servers.settings["CELLPIPE_AMQP_URL"]
+            kind, size = options.queue_type, self._body_bytes
+            pings += time_ping_pong(url, kind, body_bytes=size, num_times=NUM_PING_PONGS)
+            hops += time_hops(url, kind, body_bytes=size, num_times=NUM_PING_PONGS)
+            cold_hops += time_hops(
+                url,
+                kind,
+                body_bytes=size,
+                num_times=NUM_COLD_HOPS,
+                read_bytes=self._rig.mean_group_bytes,
+            )
             trips += time_round_trips(
                 self._servers.settings["CELLPIPE_REDIS_URL"], num_times=NUM_ROUND_TRIPS
             )
@@ -131,6 +137,7 @@ class _Rounds:
             self._rig.num_groups,
             raw_figures(pings),
             raw_figures(hops),
+            raw_figures(cold_hops),
             raw_figures(trips),
             [self._point(concurrency, point) for concurrency, point in points.items()],
             peer.one_stream_tokens_per_s if peer else None,

@@ -57,7 +57,8 @@ class PointFigures:
 @dataclass(frozen=True, slots=True)
 class LayoutFigures:
     """One number of groups; the yardsticks were taken between its loads: a message to a queue and
-    back to the same process, one to another process, a question to Redis.
+    back to the same process; one to another process; the same where both read a group's weights
+    before each; a question to Redis.
 
     `peer_bench_tokens_per_s` is what the peer's own benchmark said of one stream, before the rest.
     """
@@ -65,6 +66,7 @@ class LayoutFigures:
     num_groups: int
     pika_ping_pong: RawFigures
     pika_hop: RawFigures
+    pika_cold_hop: RawFigures
     redis_round_trip: RawFigures
     points: list[PointFigures]
     peer_bench_tokens_per_s: float | None = None

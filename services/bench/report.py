@@ -78,17 +78,19 @@ def _hop_lines(layout: LayoutFigures) -> list[str]:
         + " ".join(_cell([hop.batch for hop in point.hops]) for point in points),
         f"{'beyond raw, hop':>16} "
         + " ".join(f"{beyond_ms(layout, point):>8.2f}" for point in points)
-        + "  a hop less kernel and raw pika hop",
+        + "  less the kernel and a raw message after reading weights",
         f"raw pika, to a queue and back: {_raw(layout.pika_ping_pong)}; to another process: "
-        f"{_raw(layout.pika_hop)}; raw Redis round trip: {_raw(layout.redis_round_trip)}",
+        f"{_raw(layout.pika_hop)}, after reading a group's weights: {_raw(layout.pika_cold_hop)}",
+        f"raw Redis round trip: {_raw(layout.redis_round_trip)}",
     ]
     return lines
 
 
 def beyond_ms(layout: LayoutFigures, point: PointFigures) -> float:
-    """What a hop costs beside the kernel and a message of pika's to another process."""
+    """What a hop costs beside the kernel and a message of pika's to another process, where both
+    do what a kernel does to the caches."""
     compute_ms = sum(hop.stage_ms["compute"] for hop in point.hops)
-    return (point.gap_ms - compute_ms) / layout.num_groups - layout.pika_hop.p50_ms
+    return (point.gap_ms - compute_ms) / layout.num_groups - layout.pika_cold_hop.p50_ms
 
 
 def _raw(figures: RawFigures) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import fmean
 
 from services.bench.hops import HopSums, sums_by_group
 from services.bench.latency import Stream
@@ -26,7 +27,7 @@ from shared.producer import Producer
 from shared.store.ledger import Ledger
 from shared.store.presence import Presence
 from shared.store.shards import ShardStore
-from shared.topology import Layout
+from shared.topology import Layout, group_bytes
 
 LOOK_S = 0.05
 HEARTBEATS_S = 15.0  # in which every worker has told of itself anew
@@ -59,6 +60,7 @@ class Rig:
 
     layout: Layout
     config: ModelConfig
+    mean_group_bytes: int  # of weights
     producer: Producer
 
     def __init__(
@@ -164,7 +166,11 @@ class Rig:
         stores, broker = enter(connections(settings))
         shards = ShardStore(stores.weights)
         self.layout = shards.active_layout("")
-        self.config = ModelConfig.from_dict(shards.get_manifest(self.layout.model_id).config)
+        manifest = shards.get_manifest(self.layout.model_id)
+        self.config = ModelConfig.from_dict(manifest.config)
+        self.mean_group_bytes = round(
+            fmean(group_bytes(manifest, self.layout, group) for group in range(self.num_groups))
+        )
         if self._num_positions > self.config.max_position_embeddings:
             raise ConfigError(
                 f"prompts and answers make {self._num_positions} positions, and the model has "

@@ -18,7 +18,7 @@ from services.bench.options import (
     PointFigures,
 )
 from services.bench.plot import check_plot, draw
-from services.bench.report import plot_lines, to_dict, to_lines
+from services.bench.report import beyond_ms, plot_lines, to_dict, to_lines
 from services.cli.settings import numbers
 from shared.errors import ConfigError
 from shared.store.presence_types import STAGES, WorkerInfo
@@ -109,8 +109,8 @@ def figures() -> ClusterFigures:
 
     raw = RawFigures(0.2, 0.4)
     layouts = [
-        LayoutFigures(1, raw, raw, raw, [point(1, 1, 100.0), point(1, 4, 200.0)]),
-        LayoutFigures(2, raw, raw, raw, [point(2, 1, 50.0), point(2, 4, 120.0)]),
+        LayoutFigures(1, raw, raw, raw, raw, [point(1, 1, 100.0), point(1, 4, 200.0)]),
+        LayoutFigures(2, raw, raw, raw, raw, [point(2, 1, 50.0), point(2, 4, 120.0)]),
     ]
     return ClusterFigures("tiny@1", options, layouts)
 
@@ -125,6 +125,14 @@ def test_the_text_shows_each_load_the_hops_the_yardsticks_and_the_ratio(
     assert "4.00" in text  # the ratio
     assert "0.200 ms p50" in text
     assert "classic queues, i8 wire" in text
+
+
+def test_what_a_hop_costs_beyond_the_raw_limits(figures: ClusterFigures) -> None:
+    layout = figures.layouts[1]
+
+    # 7 ms a token, two hops of 2 ms of kernel each, and a raw message of 0.2 ms
+    assert beyond_ms(layout, layout.points[0]) == pytest.approx(7.0 / 2 - 2.0 - 0.2)
+    assert to_dict(figures)["layouts"][1]["points"][0]["beyond_raw_ms"] == pytest.approx(1.3)
 
 
 def test_the_plot_compares_streams_and_groups_on_one_scale(figures: ClusterFigures) -> None:

@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pika
 import pika.exceptions
 
 from shared.broker.rabbitmq.address import parse_address
 from shared.broker.rabbitmq.control import queue_arguments
+from shared.broker.rabbitmq.echo import STAMP_BYTES, read_through
 from shared.errors import BrokerUnavailable
 from shared.topology import QueueSpec, QueueType
 
@@ -52,14 +54,17 @@ def time_ping_pong(
     return times
 
 
-def time_hops(url: str, queue_type: QueueType, *, body_bytes: int, num_times: int) -> list[float]:
-    """Seconds of a hop between two processes: half of a message's way to another and back.
+def time_hops(
+    url: str, queue_type: QueueType, *, body_bytes: int, num_times: int, read_bytes: int = 0
+) -> list[float]:
+    """Seconds of a message's way from one process to another.
 
-    One blocking connection each, no confirm, no ack, and nothing in between. Raises `ConfigError`
-    for a malformed URL, `BrokerUnavailable`.
+    One blocking connection each, no confirm, no ack. Both read `read_bytes` of memory before each
+    message, as a worker reads its weights: what pika needs has left the caches then. Raises
+    `ConfigError` for a malformed URL, `BrokerUnavailable`.
     """
     there, back = (f"cellpipe.raw.{secrets.token_hex(6)}" for _ in range(2))
-    body = bytes(body_bytes)
+    weights = np.ones(read_bytes, np.uint8)
     properties = pika.BasicProperties(delivery_mode=1)
     times = []
     try:
@@ -69,14 +74,17 @@ def time_hops(url: str, queue_type: QueueType, *, body_bytes: int, num_times: in
                 spec = QueueSpec(name, queue_type, expires_ms=EXPIRES_MS)
                 channel.queue_declare(name, durable=True, arguments=queue_arguments(spec))
             came = channel.consume(back, auto_ack=True, inactivity_timeout=SILENCE_S)
-            with _echo(url, there, back):
+            with _echo(url, there, back, read_bytes):
                 for number in range(-1, num_times):
-                    began_s = time.perf_counter()
-                    channel.basic_publish("", there, body, properties)
-                    if next(came)[0] is None:
-                        raise BrokerUnavailable(f"no echo came back within {SILENCE_S:g} s")
+                    read_through(weights)
+                    channel.basic_publish("", there, bytes(body_bytes), properties)
+                    method, _, body = next(came)
+                    arrived_ns = time.time_ns()
+                    if method is None or body is None:
+                        raise BrokerUnavailable(f"no answer came within {SILENCE_S:g} s")
                     if number >= 0:  # the first waits until the other process is there
-                        times.append((time.perf_counter() - began_s) / 2)
+                        sent_ns = int.from_bytes(body[:STAMP_BYTES], "big")
+                        times.append((arrived_ns - sent_ns) / 1e9)
             channel.cancel()
             for name in (there, back):
                 channel.queue_delete(name)
@@ -86,13 +94,13 @@ def time_hops(url: str, queue_type: QueueType, *, body_bytes: int, num_times: in
 
 
 @contextmanager
-def _echo(url: str, source: str, target: str) -> Iterator[None]:
+def _echo(url: str, source: str, target: str, read_bytes: int) -> Iterator[None]:
     process = subprocess.Popen(
         [sys.executable, "-m", "shared.broker.rabbitmq.echo"], stdin=subprocess.PIPE, text=True
     )
     try:
         assert process.stdin is not None, "it is a pipe"
-        process.stdin.write(f"{url}\n{source}\n{target}\n")
+        process.stdin.write(f"{url}\n{source}\n{target}\n{read_bytes}\n")
         process.stdin.flush()
         yield
     finally:
