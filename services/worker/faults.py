@@ -37,8 +37,8 @@ class Point(StrEnum):
     RECEIVE = "receive"
     COMPUTE = "compute"
     WRITE = "write"  # KV rows are in the store
-    COMMIT = "commit"  # the token is on record
-    PUBLISH = "publish"  # the next message left, unconfirmed
+    COMMIT = "commit"  # the token is on its way to the record
+    PUBLISH = "publish"  # the next message left, unconfirmed, if it does not wait for the record
     CONFIRM = "confirm"  # it is confirmed, this one not yet acked
 
 

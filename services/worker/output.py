@@ -24,7 +24,7 @@ from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
 from services.worker.shaping import MakeProcessors, Shaping
 from services.worker.speculation import Speculation
-from services.worker.stages import CONFIRM, REDIS, Stages
+from services.worker.stages import COMPUTE, CONFIRM, REDIS, Stages
 from services.worker.steps import known_alone, next_group_step, routed
 from services.worker.tokens import Drawn, Early, Ended, GoOn, OutOfOrder
 from shared.broker.base import Confirm
@@ -96,13 +96,14 @@ class Output:
                 self._write_rows(filling)
                 self._stages.lap(REDIS)
             pieces, drawn = self._draw(slices, hidden, ends)
-            reached(self._faults, Point.COMMIT, slices)
-            # The commits were sent first, so whoever commits what follows comes after them.
+            self._stages.lap(COMPUTE)
             ahead = self._sent_ahead(pieces, drawn)
             confirm = self._sender.publish(
                 [self._decode_step(piece, outcome, slices) for piece, outcome in ahead.items()]
             )
             reached(self._faults, Point.PUBLISH, slices)
+            drawn.commit(self._ledger)
+            reached(self._faults, Point.COMMIT, slices)
             over = self._finish(slices, pieces, drawn, ahead)
             late = [p for p in slices if p.request_id not in over and not fills_page(p)]
             if has_time:
@@ -160,7 +161,7 @@ class Output:
     def _draw(
         self, slices: Sequence[Slice], hidden: FloatRows, ends: Sequence[int]
     ) -> tuple[list[Slice], Drawn]:
-        """Draw the tokens of every slice that ends its step, and send their commits.
+        """Draw the tokens of every slice that ends its step.
 
         `hidden` (R, D) are the slices' rows, which end before `ends` (B,).
         """
@@ -174,9 +175,7 @@ class Output:
         drawn.draw(
             hidden if len(rows) == len(hidden) else hidden[rows],
             self._layer_groups[self._layout.last_group],
-            self._ledger,
             self._shaping,
-            self._stages,
         )
         return pieces, drawn
 

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from services.worker.batch import Slice
 from services.worker.draft_policy import common_prefix
 from services.worker.shaping import Shaping
-from services.worker.stages import COMPUTE, REDIS, Stages
 from services.worker.steps import following_step
 from services.worker.verdict import finish_reason
 from shared.errors import (
@@ -72,7 +71,7 @@ Outcome = GoOn | Ended | OutOfOrder | Early
 
 
 class Drawn:
-    """The tokens of a batch, on their way to the record."""
+    """The tokens of a batch: drawn, sent to the record, told of."""
 
     def __init__(self, pieces: Sequence[Slice]) -> None:
         """Of slices that end their steps; nothing is drawn yet."""
@@ -81,37 +80,14 @@ class Drawn:
         self._drawn: list[tuple[int, Commit, Sequence[LogitsProcessor]]] = []
         self._wait: Callable[[], list[CommitResult | StoreDamaged]] = list
 
-    def expected(self) -> list[Outcome]:
-        """What follows if nobody else was first, as is nearly always so."""
-        outcomes = self._without_commits()
-        for number, commit, _ in self._drawn:
-            outcomes[number] = _outcome(self._pieces[number], commit, Committed())
-        return outcomes
-
-    def outcomes(self, shaping: Shaping) -> list[Outcome]:
-        """Waits for what became of each commit; to be called once. Raises `StoreUnavailable`; a
-        repeat of all is harmless after that, since the first commit of a position wins."""
-        outcomes = self._without_commits()
-        for (number, commit, processors), result in zip(self._drawn, self._wait(), strict=True):
-            piece = self._pieces[number]
-            outcome = outcomes[number] = _outcome(piece, commit, result)
-            if isinstance(outcome, GoOn) and outcome.token_ids == tuple(commit.token_ids):
-                shaping.keep(piece.pending.step, processors, commit.token_ids)
-        return outcomes
-
-    def _without_commits(self) -> list[Outcome]:
-        return [self._refused.get(number, Ended()) for number in range(len(self._pieces))]
-
     def draw(
         self,
         rows: npt.NDArray[np.float32],
         layer_group: LayerGroup,
-        ledger: RequestLedger,
         shaping: Shaping,
-        stages: Stages,
     ) -> None:
-        """Sample, and send the commits. `rows` (R, D) are, of each slice, the last row of known
-        tokens and all of its draft. Raises `StoreUnavailable`."""
+        """Sample. `rows` (R, D) are, of each slice, the last row of known tokens and all of its
+        draft. Raises `StoreUnavailable`."""
         if not self._pieces:
             return
         logits = layer_group.head(rows)  # (R, V)
@@ -129,10 +105,32 @@ class Drawn:
                 self._refused[number] = OutOfOrder(str(error), _code_of(error))
                 continue
             self._drawn.append((number, commit, processors))
-        stages.lap(COMPUTE)
+
+    def expected(self) -> list[Outcome]:
+        """What follows if nobody else was first, as is nearly always so."""
+        outcomes = self._without_commits()
+        for number, commit, _ in self._drawn:
+            outcomes[number] = _outcome(self._pieces[number], commit, Committed())
+        return outcomes
+
+    def commit(self, ledger: RequestLedger) -> None:
+        """Send the commits; `outcomes` waits for their answers. Raises `StoreUnavailable`."""
         if self._drawn:
             self._wait = ledger.start_commits([commit for _, commit, _ in self._drawn])
-        stages.lap(REDIS)
+
+    def outcomes(self, shaping: Shaping) -> list[Outcome]:
+        """Waits for what became of each commit; to be called once. Raises `StoreUnavailable`; a
+        repeat of all is harmless after that, since the first commit of a position wins."""
+        outcomes = self._without_commits()
+        for (number, commit, processors), result in zip(self._drawn, self._wait(), strict=True):
+            piece = self._pieces[number]
+            outcome = outcomes[number] = _outcome(piece, commit, result)
+            if isinstance(outcome, GoOn) and outcome.token_ids == tuple(commit.token_ids):
+                shaping.keep(piece.pending.step, processors, commit.token_ids)
+        return outcomes
+
+    def _without_commits(self) -> list[Outcome]:
+        return [self._refused.get(number, Ended()) for number in range(len(self._pieces))]
 
 
 def _code_of(error: PermanentError) -> ErrorCode:
