@@ -183,7 +183,8 @@ class Output:
         """What will follow unless the record knows better.
 
         Only of requests whose tokens before these were put on record from here: a late copy of a
-        step would send a copy ahead of each step that follows it, and never die out.
+        step would send a copy ahead of each step that follows it, and never die out. Nor once more
+        after a look that was too early.
         """
         return {
             piece: outcome
@@ -196,6 +197,7 @@ class Output:
         return (
             state is not None
             and not piece.pending.is_suspect
+            and piece.pending.early_since_s is None
             and (state.on_record_epoch, state.on_record) == (step.epoch, step.end_position)
         )
 

@@ -161,3 +161,27 @@ def test_a_step_whose_predecessors_never_come_is_dropped_for_the_scheduler_to_dr
 
     assert EARLY_LIMIT_S <= rig.clock() - began_s < 2 * EARLY_LIMIT_S
     assert rig.num_dead() == 0
+
+
+def test_a_step_that_is_early_is_followed_by_one_step_however_often_it_is_looked_at() -> None:
+    # given a store that lost its last second: the tokens that this worker put on record are gone
+    rig = Rig(1)
+    noted: list[str] = []
+    num_lost = 0
+
+    def wait(commits: Sequence[Commit], answer: Callable[[], Results]) -> Results:
+        nonlocal num_lost
+        if len(rig.tokens("r")) < 4:
+            return answer()
+        num_lost = num_lost or len(noted)
+        return [Gap(commits[0].position - 2)]
+
+    rig.add_worker(
+        0, ledger=LateLedger(rig.ledger, wait), broker=NotingBroker(rig.new_broker(), noted)
+    )
+    rig.start("r", PROMPT, SAMPLED)
+
+    rig.run_until(lambda: rig.num_steps() == 0)
+
+    assert len(noted) == num_lost
+    assert len(rig.tokens("r")) == 4

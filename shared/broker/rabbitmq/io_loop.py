@@ -95,12 +95,13 @@ class IoLoop:
             if time.monotonic() - self._passed_s > FRESH_S:
                 self._look_in()
             return
-        if not self._turn.acquire(timeout=timeout_s):
+        until_s = time.monotonic() + timeout_s
+        if not self._take_turn(timeout_s):
             return
         try:
             self._drain()
-            alarm = self.ioloop.call_later(timeout_s, _nothing)
-            until_s = time.monotonic() + timeout_s
+            # It rings after `until_s`, or the last poll would wait for whatever comes next.
+            alarm = self.ioloop.call_later(max(0.0, until_s - time.monotonic()), _nothing)
             while not (is_done() or self._stopping or time.monotonic() >= until_s):
                 self._pass()
             self.ioloop.remove_timeout(alarm)
@@ -128,10 +129,19 @@ class IoLoop:
             with self._turn:
                 self.ioloop.close()
 
+    def _take_turn(self, timeout_s: float = 0.0) -> bool:
+        """Whether this thread may run callbacks now, to release the lock afterwards."""
+        if not self._turn.acquire(timeout=timeout_s):
+            return False
+        if self._stopping:  # since we last looked; the loop may be closed by now
+            self._turn.release()
+            return False
+        return True
+
     def _run_posted(self) -> bool:
         """Run what is posted now, unless another thread runs callbacks: that one then does."""
         while self._posted and not self._stopping:
-            if not self._turn.acquire(blocking=False):
+            if not self._take_turn():
                 return False
             try:
                 self._drain()
@@ -192,7 +202,7 @@ class IoLoop:
 
     def _look_in(self) -> bool:
         """Run what is due, unless another thread does."""
-        if not self._turn.acquire(blocking=False):
+        if not self._take_turn():
             return False
         try:
             self._drain()

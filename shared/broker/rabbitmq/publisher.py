@@ -62,11 +62,10 @@ class PendingConfirm:
         return self._settled
 
     def wait(self, timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
         if not self._settled:
-            until_s = time.monotonic() + timeout_s
             self._io.run_until(lambda: self._settled, timeout_s)
-            timeout_s = until_s - time.monotonic()
-        if not self._latch.acquire(timeout=max(0.0, timeout_s)):
+        if not self._latch.acquire(timeout=max(0.0, until_s - time.monotonic())):
             self.give_up(f"not confirmed within {timeout_s:g} s")
         else:
             self._latch.release()
