@@ -10,6 +10,7 @@ another worker had before), they are made anew: so they never depend on what hap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from services.worker.sequences import SequencePool, Shape
 from shared.messages import Step
@@ -20,6 +21,11 @@ from shared.text.constraint import Grammars
 
 MakeProcessors = Callable[[LedgerRecord], Sequence[LogitsProcessor]]
 """The processors of a request at its first token, in the order in which they are applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """The ledger does not hold all tokens before: none may be committed after them either."""
 
 
 class Shaping:
@@ -33,12 +39,12 @@ class Shaping:
         self._group = group
         self._make = make
 
-    def take(self, step: Step) -> Sequence[LogitsProcessor] | None:
+    def take(self, step: Step) -> Sequence[LogitsProcessor] | NotYet | None:
         """Processors for the token at `step.end_position`; () for a request that has none.
 
         They are the caller's, to advance with each token that is drawn, until `keep`: whatever
-        happens in between, nobody uses half-advanced ones. None when the ledger does not hold all
-        tokens before: then no token may be committed after them either.
+        happens in between, nobody uses half-advanced ones. None when the ledger does not know the
+        request.
 
         Raises `StoreUnavailable`; `StoreDamaged` or `DecodeError` for what cannot be read; and
         `RequestError` for a form that cannot be kept.
@@ -63,14 +69,14 @@ class Shaping:
         if state is not None:
             state.shape = Shape(processors, step.epoch, step.end_position + len(token_ids))
 
-    def _read(self, step: Step) -> Sequence[LogitsProcessor] | None:
+    def _read(self, step: Step) -> Sequence[LogitsProcessor] | NotYet | None:
         record = self._ledger.get(step.request_id)
         if record is None:
             return None
         num_generated = step.end_position - record.num_prompt_tokens
         generated = self._ledger.tokens(step.request_id) if num_generated > 0 else []
         if not 0 <= num_generated <= len(generated):
-            return None
+            return NotYet()
         processors = self._make(record)
         for token_id in generated[:num_generated]:
             for processor in processors:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from services.worker.batch import Slice
 from services.worker.draft_policy import common_prefix
-from services.worker.shaping import Shaping
+from services.worker.shaping import NotYet, Shaping
 from services.worker.steps import following_step
 from services.worker.verdict import finish_reason
 from shared.errors import (
@@ -98,6 +98,9 @@ class Drawn:
             try:
                 processors = shaping.take(step)
                 if processors is None:
+                    continue
+                if isinstance(processors, NotYet):
+                    self._refused[number] = Early()
                     continue
                 values, largest = logits.values[mine], logits.largest[mine]
                 commit = _draw(step, piece.draft, values, largest, processors)

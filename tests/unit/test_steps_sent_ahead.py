@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,3 +186,38 @@ def test_a_step_that_is_early_is_followed_by_one_step_however_often_it_is_looked
 
     assert len(noted) == num_lost
     assert len(rig.tokens("r")) == 4
+
+
+@pytest.mark.parametrize("changes", [{}, {"frequency_penalty": 0.3}], ids=["plain", "shaped"])
+def test_a_step_whose_predecessor_is_made_good_elsewhere_waits_for_it(
+    changes: dict[str, Any],
+) -> None:
+    # given a worker that loses its store while a commit is on its way: another, slow one has the
+    # step again, and what was sent ahead of it comes back to the first one
+    sampling = replace(SAMPLED, **changes)
+    rig = Rig(2)
+    num_lost = 0
+
+    def wait(commits: Sequence[Commit], answer: Callable[[], Results]) -> Results:
+        nonlocal num_lost
+        if len(rig.tokens("r")) == 4 and num_lost == 0:
+            num_lost += 1
+            line.cancel(rig.queue(1))  # what it hands back is for the other
+            raise StoreUnavailable("gone")
+        return answer()
+
+    line = rig.new_broker()
+    rig.add_worker(0)
+    rig.add_worker(1, ledger=LateLedger(rig.ledger, wait), broker=line)
+    rig.start("r", PROMPT, sampling)
+    rig.run_until(lambda: len(rig.tokens("r")) == 3)
+    slow = rig.freeze(rig.add_worker(1))
+    rig.run_until(lambda: num_lost == 1)
+
+    for _ in range(10):
+        rig.turn()
+    assert len(rig.tokens("r")) == 4
+    rig.thaw(slow)
+    rig.run_until_done("r")
+
+    assert_answers(rig, [("r", PROMPT, sampling)])
