@@ -106,7 +106,7 @@ INLINE void int4_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
     clear(&s, n);
     for (g = 0; g < x->groups; g++, block += CP_INT4_GROUP) {
         __m512i w[8], dot[CP_TILE];
-        if (n <= 4)
+        if (n <= 4 || !x->passing)
             prefetch(block + AHEAD_INT4, 5, x->passing);
 #pragma GCC unroll 4
         for (p = 0; p < 4; p++) {
@@ -151,7 +151,7 @@ INLINE void int8_rows(const uint8_t *block, const cp_tile *x, int32_t first, con
     clear(&s, n);
     for (g = 0; g < x->groups; g++, slabs += CP_INT8_GROUP) {
         __m512i w[8], dot[CP_TILE];
-        if (n <= 4)
+        if (n <= 4 || !x->passing)
             prefetch(slabs + AHEAD_INT8, 8, x->passing);
 #pragma GCC unroll 8
         for (p = 0; p < 8; p++)

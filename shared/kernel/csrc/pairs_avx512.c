@@ -90,6 +90,16 @@ INLINE void some_rows(sums s[2], const int first, const int n, const weights *u,
     __asm__ __volatile__("" : : : "memory");
 }
 
+/* A group of the next two blocks: too far ahead for the first-level cache alone, so not where weights
+ * pass by the others. */
+INLINE void prefetch(const uint8_t *p)
+{
+    int i;
+#pragma GCC unroll 5
+    for (i = 0; i < CP_INT4_GROUP / 64; i++)
+        _mm_prefetch((const char *)p + 64 * i, _MM_HINT_T0);
+}
+
 INLINE void all_rows(const uint8_t *first, const uint8_t *second, const cp_tile *x, const int n,
                      float *out, size_t stride)
 {
@@ -97,10 +107,15 @@ INLINE void all_rows(const uint8_t *first, const uint8_t *second, const cp_tile 
     const float *d = x->d, *ds = x->ds;
     sums s[2];
     int32_t g, t;
+    const size_t apart = 2 * (size_t)(second - first);
     for (t = 0; t < n; t++)
         s[0].a[t] = s[0].b[t] = s[1].a[t] = s[1].b[t] = _mm512_setzero_ps();
     for (g = 0; g < x->groups; g++, first += CP_INT4_GROUP, second += CP_INT4_GROUP) {
         weights u = take_group(first), v = take_group(second);
+        if (!x->passing) {
+            prefetch(first + apart);
+            prefetch(second + apart);
+        }
         for (t = 0; t + ROWS <= n; t += ROWS)
             some_rows(s, t, ROWS, &u, &v, q, d, ds);
         if (n & 2) {
