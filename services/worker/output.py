@@ -101,10 +101,13 @@ class Output:
             confirm = self._sender.publish(
                 [self._decode_step(piece, outcome, slices) for piece, outcome in ahead.items()]
             )
-            reached(self._faults, Point.PUBLISH, slices)
+            if ahead:
+                reached(self._faults, Point.PUBLISH, slices)
             drawn.commit(self._ledger)
             reached(self._faults, Point.COMMIT, slices)
             over = self._finish(slices, pieces, drawn, ahead)
+            if not ahead:
+                reached(self._faults, Point.PUBLISH, slices)
             late = [p for p in slices if p.request_id not in over and not fills_page(p)]
             if has_time:
                 self._wait(slices, confirm)

@@ -9,6 +9,8 @@ repeated. No exception of redis-py leaves the package:
     OOM, MISCONF, READONLY, LOADING, any refusal StoreUnavailable, naming the reason
     WRONGTYPE, a script that a value breaks      StoreDamaged: another try would fail again
     wrong password, no permission, malformed URL ConfigError
+
+Longer than other modules: every way in which a server can fail is named here.
 """
 
 from __future__ import annotations
