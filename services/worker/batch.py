@@ -29,11 +29,13 @@ class Pending:
 
     While its KV rows are missing it is parked: `retry_at_s` (monotonic) says when to look again,
     `parked_since_s` since when it waits. A suspect is computed alone: it may have killed the worker
-    that had it before. `is_marked` says that the store knows of the attempt, `suspected_since_s`
-    since when it waits to be told whether others died of it. `early_since_s` says since when its
-    tokens wait for those before them, and `is_early` that this turn could not settle it for that.
+    that had it before, as one that `came_before` may. `is_marked` says that the store knows of the
+    attempt, `suspected_since_s` since when it waits to be told whether others died of it.
+    `early_since_s` says since when its tokens wait for those before them, and `is_early` that this
+    turn could not settle it for that.
     `decode_ns` is what it took to read, `unconfirmed` is of the slice before, if nobody has waited
-    for it.
+    for it. A step that `stays` followed from another one here, and was in no queue: the delivery is
+    of the first of those (see `stays.py`).
     """
 
     delivery: Delivery
@@ -42,6 +44,8 @@ class Pending:
     parked_since_s: float | None = None
     retry_at_s: float = 0.0
     is_suspect: bool = False
+    came_before: bool = False
+    stays: bool = False
     is_marked: bool = False
     suspected_since_s: float | None = None
     early_since_s: float | None = None

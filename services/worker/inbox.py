@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import structlog
 
 from services.worker.batch import Pending
+from services.worker.stages import unix_us
 from shared import late_frame
 from shared.broker.base import Broker, Delivery
 from shared.dead_letters import DeadLetter
@@ -49,6 +52,7 @@ class Inbox:
         self._worker_id = worker_id
         self._confirm_timeout_s = confirm_timeout_s
         self._items: list[Pending] = []
+        self._staying: dict[tuple[str, int], Pending] = {}  # one at most of a request and group
 
     def __iter__(self) -> Iterator[Pending]:
         return iter(self._items)
@@ -71,6 +75,22 @@ class Inbox:
             if len(self._items) >= self._max_pending:
                 break
             delivery = self._broker.take(0.0)
+
+    def keep(self, item: Pending, following: Step) -> None:
+        """Its step is done, and what follows is computed here: one delivery stands for both."""
+        if self._remove(item):
+            item = Pending(_arriving_now(item.delivery), following, stays=True)
+            self._items.append(item)
+            self._staying[following.request_id, following.group] = item
+
+    @property
+    def num_waiting(self) -> int:
+        """Steps that came from outside."""
+        return len(self._items) - len(self._staying)
+
+    def num_staying(self) -> Counter[str]:
+        """By queue, how many of its deliveries stand for a step that followed from theirs."""
+        return Counter(item.delivery.queue for item in self._staying.values())
 
     def ack(self, item: Pending) -> None:
         """Settle as done, unless it is settled already."""
@@ -105,6 +125,8 @@ class Inbox:
         if item not in self._items:
             return False
         self._items.remove(item)
+        if item.stays:
+            self._staying.pop((item.step.request_id, item.step.group), None)
         return True
 
     def _admit(self, delivery: Delivery) -> None:
@@ -120,15 +142,26 @@ class Inbox:
             self._refuse(delivery, problem)
         elif self._is_repeat(step):
             self._broker.ack(delivery)
+        elif (item := self._what_followed(step)) is not None:
+            # What it led to waits here. It may be the same delivery, after a lost connection: then
+            # the old one stands for nothing any more.
+            self._broker.ack(item.delivery)
+            item.delivery = _arriving_now(delivery)
         else:
             left_by = inbox_owner(delivery.handed_over_from)
             if left_by and left_by != self._worker_id:
                 self._doubt(left_by)
             came_before = delivery.redelivered or bool(delivery.handed_over_from)
             is_suspect = came_before or self._is_redriven(step)
-            item = Pending(delivery, step, is_suspect=is_suspect)
+            item = Pending(delivery, step, is_suspect=is_suspect, came_before=came_before)
             item.decode_ns = time.perf_counter_ns() - began_ns
             self._items.append(item)
+
+    def _what_followed(self, step: Step) -> Pending | None:
+        item = self._staying.get((step.request_id, step.group))
+        if item is None or item.step.epoch != step.epoch:
+            return None
+        return item if step.end_position <= item.step.end_position else None
 
     def _refuse(self, delivery: Delivery, reason: str) -> None:
         log.warning("step_refused", queue=delivery.queue, reason=reason, bytes=len(delivery.body))
@@ -144,3 +177,7 @@ class Inbox:
             self._broker.reject(delivery, requeue=False)  # then the broker moves it, bare
         else:
             self._broker.ack(delivery)
+
+
+def _arriving_now(delivery: Delivery) -> Delivery:
+    return replace(delivery, sent_unix_us=0, arrived_unix_us=unix_us())

@@ -15,6 +15,8 @@ GRAMMAR_BYTES = 40_000_000
 class WorkerLimits:
     """Rows are token positions. `park_…` is for steps that came before their predecessor.
 
+    `token_prefetch` is that of what a worker of group 0 is meant to have, token ids: as many as a
+    batch holds, for half of them may stand for steps that stay here.
     `kv_cache_bytes` is cut to what a process' memory has beside its weights.
     A step whose computation ended its process `max_attempts` times is buried. `inbox_ttl_ms` is how
     long a step waits for the worker it is meant for; a layout's workers must agree on it.
@@ -23,6 +25,7 @@ class WorkerLimits:
     max_batch_rows: int = 128
     max_batch_sequences: int = 64
     prefetch: int = 32
+    token_prefetch: int = 64
     kv_cache_bytes: int = 1 << 30
     confirm_timeout_s: float = 10.0
     park_retry_s: float = 0.005

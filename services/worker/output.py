@@ -19,20 +19,23 @@ from services.worker.batch import Slice
 from services.worker.compute import CacheOf
 from services.worker.endings import Endings
 from services.worker.faults import Faults, Point, reached
-from services.worker.remember import fills_page, write_rows
+from services.worker.remember import fills_page, first_row, write_rows
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
 from services.worker.shaping import MakeProcessors, Shaping
 from services.worker.speculation import Speculation
 from services.worker.stages import COMPUTE, CONFIRM, REDIS, Stages
-from services.worker.steps import known_alone, next_group_step, routed
-from services.worker.tokens import Drawn, Early, Ended, GoOn, OutOfOrder
+from services.worker.stays import Stays
+from services.worker.steps import following_step, known_alone, next_group_step, routed
+from services.worker.tokens import Behind, Drawn, Early, Ended, GoOn, OutOfOrder
 from shared.broker.base import Confirm
+from shared.errors import DecodeError, StoreDamaged
 from shared.messages import Step
 from shared.model.layer_group import LayerGroup
 from shared.router import worker_of
 from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger
+from shared.store.ledger_types import TokenEvent
 from shared.topology import Layout
 from shared.wire import encode_hidden
 
@@ -57,6 +60,7 @@ class Output:
         confirm_timeout_s: float,
         faults: Faults | None,
         stages: Stages,
+        stays: Stays,
         make_processors: MakeProcessors,
     ) -> None:
         self._layout = layout
@@ -71,72 +75,115 @@ class Output:
         self._confirm_timeout_s = confirm_timeout_s
         self._faults = faults
         self._stages = stages
+        self._stays = stays
         self._shaping = Shaping(pool, ledger, layout.last_group, make_processors)
         self._speculation = Speculation(pool, ledger, layout.last_group)
 
     def pass_on(
         self, slices: Sequence[Slice], hidden: FloatRows, *, has_time: bool = False
-    ) -> None:
+    ) -> Mapping[Slice, Step]:
         """Store the KV rows of slices of one group, commit their tokens, send what follows.
 
         `hidden` (R, D) are their output rows. Who `has_time`, since nothing else is to be done,
         leaves the processors to the messages until these have arrived. When it returns all of it
         is in store and queue, but for slices that complete no step: theirs are when the next one's
-        are. May be repeated after any error: `KernelError`, which comes before anything was sent,
-        and `TransientError`.
+        are; and for the steps that it returns, which are to stay here, and whose deliveries are not
+        to be settled. May be repeated after any error: `KernelError`, which comes before anything
+        was sent, and `TransientError`.
         """
-        group = slices[0].group
+        self._stays.begin()
         ends = list(accumulate(piece.num_rows for piece in slices))
-        confirm: Confirm | None
-        if group == self._layout.last_group:
-            # Whoever shares a request's full pages at its end is to find them. All other rows can
-            # wait until the token is on its way.
-            filling = [piece for piece in slices if fills_page(piece)]
-            if filling:
-                self._write_rows(filling)
-                self._stages.lap(REDIS)
-            pieces, drawn = self._draw(slices, hidden, ends)
-            self._stages.lap(COMPUTE)
-            ahead = self._sent_ahead(pieces, drawn)
-            confirm = self._sender.publish(
-                [self._decode_step(piece, outcome, slices) for piece, outcome in ahead.items()]
-            )
-            if ahead:
-                reached(self._faults, Point.PUBLISH, slices)
-            drawn.commit(self._ledger)
-            reached(self._faults, Point.COMMIT, slices)
-            over = self._finish(slices, pieces, drawn, ahead)
-            if not ahead:
-                reached(self._faults, Point.PUBLISH, slices)
-            late = [p for p in slices if p.request_id not in over and not fills_page(p)]
-            if has_time:
-                self._wait(slices, confirm)
-                confirm = None
-            if late:
-                self._write_rows(late)
+        if slices[0].group == self._layout.last_group:
+            confirm, staying = self._pass_on_tokens(slices, hidden, ends, has_time=has_time)
         else:
-            encoded = encode_hidden(hidden, self._layout.wire).items()  # (R, ...) each
-            confirm = self._sender.publish(
-                [
-                    self._routed(
-                        piece,
-                        next_group_step(
-                            piece, {n: t[end - piece.num_rows : end] for n, t in encoded}
-                        ),
-                    )
-                    for piece, end in zip(slices, ends, strict=True)
-                ]
-            )
-            reached(self._faults, Point.PUBLISH, slices)
-            if has_time:
-                self._wait(slices, confirm)
-                confirm = None
-            self._stages.lap(CONFIRM)
-            self._write_rows(slices)  # beside the publish: both end before the ack
-            self._stages.lap(REDIS)
+            confirm, staying = self._pass_on_hidden(slices, hidden, ends, has_time=has_time)
         self._wait(slices, confirm)
         self._stages.lap(CONFIRM)
         reached(self._faults, Point.CONFIRM, slices)
+        return staying
+
+    def _pass_on_tokens(
+        self,
+        slices: Sequence[Slice],
+        hidden: FloatRows,
+        ends: Sequence[int],
+        *,
+        has_time: bool,
+    ) -> tuple[Confirm | None, Mapping[Slice, Step]]:
+        # Whoever shares a request's full pages at its end is to find them. All other rows can
+        # wait until the token is on its way.
+        filling = [piece for piece in slices if fills_page(piece)]
+        if filling:
+            self._write_rows(filling)
+            self._stages.lap(REDIS)
+        pieces, drawn = self._draw(slices, hidden, ends)
+        self._stages.lap(COMPUTE)
+        ahead = self._sent_ahead(pieces, drawn)
+        following = {p: self._decode_step(p, outcome, slices) for p, outcome in ahead.items()}
+        staying = {p: step for p, step in following.items() if self._may_stay(p, step)}
+        confirm = self._sender.publish([s for p, s in following.items() if p not in staying])
+        if ahead:
+            reached(self._faults, Point.PUBLISH, slices)
+        drawn.commit(self._ledger)
+        reached(self._faults, Point.COMMIT, slices)
+        over = self._finish(slices, pieces, drawn, ahead, staying)
+        if not ahead:
+            reached(self._faults, Point.PUBLISH, slices)
+        if has_time:
+            self._wait(slices, confirm)
+            confirm = None
+        late = [p for p in slices if p.request_id not in over and not fills_page(p)]
+        late = self._not_kept_back(late, staying)
+        if late:
+            self._write_rows(late)
+        return confirm, staying
+
+    def _pass_on_hidden(
+        self,
+        slices: Sequence[Slice],
+        hidden: FloatRows,
+        ends: Sequence[int],
+        *,
+        has_time: bool,
+    ) -> tuple[Confirm | None, Mapping[Slice, Step]]:
+        encoded = encode_hidden(hidden, self._layout.wire).items()  # (R, ...) each
+        following = {
+            piece: self._routed(
+                piece,
+                next_group_step(piece, {n: t[end - piece.num_rows : end] for n, t in encoded}),
+            )
+            for piece, end in zip(slices, ends, strict=True)
+        }
+        staying = {p: step for p, step in following.items() if self._stays.may(p, step)}
+        confirm = self._sender.publish([s for p, s in following.items() if p not in staying])
+        reached(self._faults, Point.PUBLISH, slices)
+        if has_time:
+            self._wait(slices, confirm)
+            confirm = None
+        self._stages.lap(CONFIRM)
+        self._write_rows(slices)  # beside the publish: both end before the ack
+        self._stages.lap(REDIS)
+        return confirm, staying
+
+    def _may_stay(self, piece: Slice, following: Step) -> bool:
+        return not fills_page(piece) and self._stays.may(piece, following)
+
+    def _not_kept_back(self, slices: list[Slice], staying: Mapping[Slice, Step]) -> list[Slice]:
+        """The slices whose rows are to be stored now.
+
+        Those of steps that stay can wait until they fill a page, if no other group has rows of the
+        same request that would have to wait too, and while the KV cache has room: rows that are
+        nowhere else are not to be evicted.
+        """
+        if not staying or self._layout.num_groups > 1:
+            return slices
+        if self._kv_pages is not None and 2 * self._pool.num_bytes > self._pool.max_bytes:
+            return slices
+        for piece in staying:
+            state = self._pool.peek(piece.group, piece.request_id)
+            if state is not None and state.unstored is None:
+                state.unstored = first_row(piece)
+        return [piece for piece in slices if piece not in staying]
 
     def _wait(self, slices: Sequence[Slice], confirm: Confirm | None) -> None:
         """Wait for what these slices and those before them have sent.
@@ -158,8 +205,17 @@ class Output:
 
     def _write_rows(self, slices: Sequence[Slice]) -> None:
         if self._kv_pages is not None:
-            write_rows(slices, self._cache_of, self._kv_pages, self._ledger)
+            write_rows(slices, self._cache_of, self._kv_pages, self._ledger, self._first_unstored)
+        for piece in slices:
+            if state := self._pool.peek(piece.group, piece.request_id):
+                state.unstored = None
         reached(self._faults, Point.WRITE, slices)
+
+    def _first_unstored(self, piece: Slice) -> int:
+        state = self._pool.peek(piece.group, piece.request_id)
+        if state is None or state.unstored is None:
+            return first_row(piece)
+        return min(state.unstored, first_row(piece))
 
     def _draw(
         self, slices: Sequence[Slice], hidden: FloatRows, ends: Sequence[int]
@@ -210,23 +266,33 @@ class Output:
         pieces: Sequence[Slice],
         drawn: Drawn,
         ahead: Mapping[Slice, GoOn],
+        staying: dict[Slice, Step],
     ) -> set[str]:
         """Hear what became of the commits, and send what follows and was not sent `ahead`.
 
         A step ahead that does not follow after all does no harm: its commit will be refused.
-        Returns the requests that nothing follows for.
+        Of those `staying` only what follows from tokens of this worker is left, for another may be
+        ahead; and what was not ahead, and may stay, comes to them. Returns the requests that
+        nothing follows for.
         """
         over: set[str] = set()
         late: list[Step] = []
         for piece, outcome in zip(pieces, drawn.outcomes(self._shaping), strict=True):
-            item = piece.pending
+            item, stays = piece.pending, staying.pop(piece, None)
             match outcome:
                 case GoOn(step=step):
                     state = self._pool.peek(piece.group, piece.request_id)
                     if state is not None and outcome.is_first:
                         state.on_record_epoch, state.on_record = step.epoch, step.end_position
-                    if piece not in ahead or ahead[piece].token_ids != outcome.token_ids:
-                        late.append(self._decode_step(piece, outcome, slices))
+                    is_as_expected = piece in ahead and ahead[piece].token_ids == outcome.token_ids
+                    if is_as_expected and stays is None:
+                        continue
+                    if stays is None or not is_as_expected:
+                        stays = self._decode_step(piece, outcome, slices)
+                    if outcome.is_first and self._may_stay(piece, stays):
+                        staying[piece] = stays
+                    else:
+                        late.append(stays)
                 case Ended():
                     over.add(piece.request_id)
                     self._pool.drop(item.step.request_id, self._layer_groups)
@@ -235,11 +301,28 @@ class Output:
                     self._endings.fail(item, reason, code=code)
                 case Early():
                     self._endings.postpone(item)
+                case Behind():
+                    late += self._caught_up(piece)
                 case _:
                     assert_never(outcome)
         if confirm := self._sender.publish(late):
             confirm.wait(self._confirm_timeout_s)
         return over
+
+    def _caught_up(self, piece: Slice) -> list[Step]:
+        """The step after the tokens that are on record behind a slice that came before.
+
+        If it is one more copy after all, its own commit will be refused, and that is the end of it.
+        """
+        step = piece.pending.step
+        try:
+            events = self._ledger.events(step.request_id, f"{step.end_position - 1}-0")
+        except (DecodeError, StoreDamaged):  # the scheduler buries it
+            return []
+        token_ids = [event.token_id for event in events if isinstance(event, TokenEvent)]
+        if not token_ids or len(token_ids) < len(events):  # it has ended
+            return []
+        return [self._routed(piece, following_step(step, token_ids=token_ids, num_computed=0))]
 
     def _decode_step(self, piece: Slice, outcome: GoOn, slices: Sequence[Slice]) -> Step:
         """What follows from a slice of the batch `slices`, on its way."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.worker.batch import Slice
 from services.worker.compute import CacheOf
@@ -11,39 +11,48 @@ from shared.store.ledger_base import RequestLedger
 
 
 def write_rows(
-    slices: Sequence[Slice], cache_of: CacheOf, kv_pages: KvPages, ledger: RequestLedger
+    slices: Sequence[Slice],
+    cache_of: CacheOf,
+    kv_pages: KvPages,
+    ledger: RequestLedger,
+    first_of: Callable[[Slice], int],
 ) -> None:
     """Store the rows of known tokens that computing these slices of one group added to the caches.
 
+    `first_of` says from which position on: `first_row`, or one before it.
     Rows of guesses are stored with the step that says which of them count: a row in the store is
     always that of the request's own token. So a late copy of a step can do no harm.
     The rows before them may be missing there. If the request has ended, its pages were deleted
     and nothing is to come back; if it still runs, the store lost them, and all are written from
     the cache. Raises `KvMissing` when the store loses them again meanwhile, `StoreUnavailable`.
     """
-    added = [_rows(piece, cache_of, piece.position - len(piece.accepted)) for piece in slices]
+    added = [_rows(piece, cache_of, first_of(piece)) for piece in slices]
     problems = kv_pages.write_all(added)
     refused = [piece for piece, problem in zip(slices, problems, strict=True) if problem]
     # Nothing refuses the first rows of a request that has ended, so they are looked at after the
     # write: whoever ends it later deletes them.
-    first = [piece for piece in slices if piece.position == 0]
+    first = [piece for piece, rows in zip(slices, added, strict=True) if rows.position == 0]
     if not (refused or first):
         return
     states = ledger.states([piece.request_id for piece in (*refused, *first)])
     running = {name for name, state in states.items() if state.finish_reason is None}
     for piece in first:
         if piece.request_id not in running:
-            kv_pages.delete(piece.request_id, piece.group + 1, piece.num_rows)
+            kv_pages.delete(piece.request_id, piece.group + 1, _known_end(piece))
     lost = [piece for piece in refused if piece.request_id in running]
     for problem in kv_pages.write_all([_rows(piece, cache_of, 0) for piece in lost]):
         if problem is not None:
             raise problem
 
 
+def first_row(piece: Slice) -> int:
+    """The first position whose row this slice makes known."""
+    return piece.position - len(piece.accepted)
+
+
 def fills_page(piece: Slice) -> bool:
-    """Whether the rows that `write_rows` stores of a slice reach the end of a page."""
-    start = piece.position - len(piece.accepted)
-    return start // PAGE_ROWS != _known_end(piece) // PAGE_ROWS
+    """Whether the rows that a slice makes known reach the end of a page."""
+    return first_row(piece) // PAGE_ROWS != _known_end(piece) // PAGE_ROWS
 
 
 def _known_end(piece: Slice) -> int:

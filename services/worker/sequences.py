@@ -32,7 +32,8 @@ Key = tuple[int, str]  # (group, request_id)
 # Only the last group sees a request end; what the others hold of it goes after this time. A step
 # that waits as long behind others is not seen in practice, and its request would end by name.
 EMBEDDED_IDLE_S = 600.0
-# Rows of a draft are nowhere else until the next step tells which of them count.
+# For rows that are nowhere else: those of a draft, until the next step tells which of them count,
+# and those of steps that stay.
 DRAFT_GRACE_S = 2.0
 # Read at once: what is on its way lies in memory several times.
 READ_POSITIONS = 256
@@ -48,7 +49,8 @@ class SequenceState:
     has none before position `quiet_until`, and none of another epoch than `guess_epoch`. `shape`
     is the last group's, too: what changes the logits of the next token. So is `on_record`: the
     position after the last token that this worker put on record before anyone else, in
-    `on_record_epoch`.
+    `on_record_epoch`. `unstored` is the first row of those that are not in the store yet, since
+    their steps stay here; None without any.
     """
 
     cache: SequenceCache
@@ -64,6 +66,12 @@ class SequenceState:
     shape: Shape | None = None
     on_record: int = 0
     on_record_epoch: int = -1
+    unstored: int | None = None
+
+    @property
+    def is_all_there_is(self) -> bool:
+        """Whether rows of it are nowhere else."""
+        return bool(self.draft) or self.unstored is not None
 
     def keep_known(self, position: int, accepted: Sequence[int]) -> None:
         """Drop the rows of guesses that are not the tokens `accepted`, right before `position`."""
@@ -182,14 +190,14 @@ class SequencePool:
             idle_for_s = now_s - state.last_used_s
             if total <= max_bytes and idle_for_s < idle_s:
                 break
-            if state.draft and idle_for_s < DRAFT_GRACE_S:
+            if state.is_all_there_is and idle_for_s < DRAFT_GRACE_S:
                 continue
             total -= state.cache.nbytes
             del self._states[key]
 
     def make_room(self, wanted: Sequence[tuple[int, str, int]]) -> None:
         """Evict others, so that the budget holds once these (group, request_id, end position) are
-        in the caches; those whose last rows are a draft only if it must be."""
+        in the caches; those with rows that are nowhere else only if it must be."""
         if self._kv_pages is None:
             return
         need = 0
@@ -201,7 +209,7 @@ class SequencePool:
             keep.add(key)
         others = [key for key in self._states if key not in keep]
         need += sum(self._states[key].cache.nbytes for key in others)
-        for key in sorted(others, key=lambda key: bool(self._states[key].draft)):
+        for key in sorted(others, key=lambda key: self._states[key].is_all_there_is):
             if need <= self.max_bytes:
                 return
             need -= self._states.pop(key).cache.nbytes

@@ -321,7 +321,7 @@ class WorkerService:
             num_steps=self._num_steps(),
             last_step_unix_ms=worker.last_step_unix_ms if worker else 0,
             started_unix_ms=self._started_unix_ms,
-            num_pending=worker.num_pending if worker else 0,
+            num_pending=worker.num_waiting if worker else 0,
             num_active=worker.num_active() if worker else 0,
             num_failures=worker.quarantine.num_failures if worker else 0,
             turn_us=round(worker.turn_s * 1e6) if worker else 0,

@@ -31,7 +31,7 @@ from shared.model.logits import LogitsProcessor
 from shared.model.logprobs import token_logprobs
 from shared.model.sampling import sample
 from shared.store.ledger_base import RequestLedger
-from shared.store.ledger_types import AlreadyCommitted, Commit, CommitResult, Committed, Gap
+from shared.store.ledger_types import AlreadyCommitted, Commit, CommitResult, Committed, Gap, Stale
 
 # A record that cannot be read, a form that cannot be kept, no vocabulary to keep it with.
 _ITS_OWN = (StoreDamaged, DecodeError, RequestError, ModelError)
@@ -67,7 +67,12 @@ class Early:
     """The tokens before these are not on record yet: look again when they are."""
 
 
-Outcome = GoOn | Ended | OutOfOrder | Early
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Later tokens are on record, and whoever put them there may have died over what followed."""
+
+
+Outcome = GoOn | Ended | OutOfOrder | Early | Behind
 
 
 class Drawn:
@@ -158,6 +163,8 @@ def _outcome(piece: Slice, commit: Commit, result: CommitResult | StoreDamaged) 
         case AlreadyCommitted(token_ids=winners, finish=won):
             # The commit happened, the publish perhaps not: send the same output again.
             token_ids, reason = winners, won
+        case Stale() if piece.pending.came_before:
+            return Behind()
         case _:
             # Of a request that ended or moved on, or one whose store lost its last second: from
             # what is left the scheduler drives it on.

@@ -32,6 +32,7 @@ from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
 from services.worker.shaping import MakeProcessors, processors_of
 from services.worker.stages import COMPUTE, PREPARE, SETTLE, Stages
+from services.worker.stays import Stays
 from services.worker.suspects import Suspects
 from services.worker.verdict import step_problem
 from services.worker.watchdog import Watchdog
@@ -49,7 +50,7 @@ from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger
 from shared.store.presence_types import WorkerInfo
 from shared.store.shared_clock import SharedClock
-from shared.topology import Layout, group_queue, inbox_queue, inbox_spec
+from shared.topology import Layout, group_queue, inbox_queue, inbox_spec, is_inbox
 from shared.wire import row_bytes
 
 log = structlog.get_logger()
@@ -173,6 +174,14 @@ class Worker:
             clock=clock,
             time_of_day=SharedClock(ledger),
         )
+        self._prefetch: dict[str, int] = {}  # by queue
+        self._stays = Stays(
+            self._layer_groups,
+            worker_id=self._worker_id,
+            is_alone=kv_pages is None,
+            num_staying=self._inbox.num_staying,
+            room=lambda queue: self._prefetch.get(queue, 0) // 2,
+        )
         self._output = Output(
             layout=layout,
             layer_groups=self._layer_groups,
@@ -186,6 +195,7 @@ class Worker:
             confirm_timeout_s=limits.confirm_timeout_s,
             faults=faults,
             stages=self.stages,
+            stays=self._stays,
             make_processors=make_processors,
         )
         for group, layer_group in layer_groups.items():
@@ -207,6 +217,11 @@ class Worker:
     def num_pending(self) -> int:
         """Steps that were received and are not settled."""
         return len(self._inbox)
+
+    @property
+    def num_waiting(self) -> int:
+        """Of those the steps that came from outside: others are done with every turn."""
+        return self._inbox.num_waiting
 
     def num_active(self, within_s: float = 2.0) -> int:
         """Requests that had a turn lately."""
@@ -251,11 +266,13 @@ class Worker:
 
     def stop_consuming(self) -> None:
         """Take nothing more; what was received is worked off by further turns."""
+        self._stays.is_leaving = True
         for group in self._layer_groups:
             self._stop_consuming(group)
 
     def resume(self) -> None:
         """Consume again, after `hand_back_all`."""
+        self._stays.is_leaving = False
         for group in self._layer_groups:
             self._consume(group)
 
@@ -270,7 +287,11 @@ class Worker:
             ttl_ms = self._limits.inbox_ttl_ms
             self._broker.declare([inbox_spec(self._layout, self._worker_id, group, ttl_ms=ttl_ms)])
         for queue in self._queues(group):
-            self._broker.consume(queue, prefetch=self._limits.prefetch)
+            prefetch = self._limits.prefetch
+            if group == 0 and is_inbox(queue):
+                prefetch = self._limits.token_prefetch
+            self._prefetch[queue] = prefetch
+            self._broker.consume(queue, prefetch=prefetch)
 
     def turn(self, timeout_s: float) -> int:
         """Take what has arrived, run one batch, settle it. Returns the number of steps settled.
@@ -337,10 +358,10 @@ class Worker:
             self.stages.lap(COMPUTE)
             self._note_drafts(slices)
             has_time = len(self._inbox) == 1 and slices[0].completes
-            self._output.pass_on(slices, hidden, has_time=has_time)
+            staying = self._output.pass_on(slices, hidden, has_time=has_time)
         except KernelError as error:  # nothing was published yet: sampling comes before
             return self._isolate(slices, error)
-        settled = sum(self._settle(group, piece) for piece in slices)
+        settled = sum(self._settle(group, piece, staying.get(piece)) for piece in slices)
         self.stages.lap(SETTLE)
         self.stages.end(slices)
         now_s = self._clock()
@@ -374,7 +395,7 @@ class Worker:
             if state := self._pool.peek(piece.group, piece.request_id):
                 state.draft = piece.draft
 
-    def _settle(self, group: int, piece: Slice) -> int:
+    def _settle(self, group: int, piece: Slice, staying: Step | None) -> int:
         if piece.pending.is_early:
             piece.pending.is_early = False
             return 0
@@ -382,10 +403,13 @@ class Worker:
         if not piece.completes:
             return 0
         step = piece.pending.step
-        if state := self._pool.peek(group, step.request_id):
-            state.note_forwarded(epoch=step.epoch, end_position=step.end_position)
-        self._suspects.done(piece.pending)
-        self._inbox.ack(piece.pending)  # a crash above means redelivery, not loss
+        if staying is not None:
+            self._inbox.keep(piece.pending, staying)
+        else:
+            if state := self._pool.peek(group, step.request_id):
+                state.note_forwarded(epoch=step.epoch, end_position=step.end_position)
+            self._suspects.done(piece.pending)
+            self._inbox.ack(piece.pending)  # a crash above means redelivery, not loss
         self.num_steps_done += 1
         self.quarantine.succeeded()
         self.last_step_unix_ms = unix_ms()
