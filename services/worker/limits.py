@@ -20,6 +20,7 @@ class WorkerLimits:
     `kv_cache_bytes` is cut to what a process' memory has beside its weights.
     A step whose computation ended its process `max_attempts` times is buried. `inbox_ttl_ms` is how
     long a step waits for the worker it is meant for; a layout's workers must agree on it.
+    `keeps_steps` lets what follows from a step stay in the worker where it can (see `stays.py`).
     """
 
     max_batch_rows: int = 128
@@ -32,3 +33,4 @@ class WorkerLimits:
     park_limit_s: float = 5.0
     max_attempts: int = 3
     inbox_ttl_ms: int = INBOX_TTL_MS
+    keeps_steps: bool = True

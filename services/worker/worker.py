@@ -182,6 +182,7 @@ class Worker:
             num_staying=self._inbox.num_staying,
             room=lambda queue: self._prefetch.get(queue, 0) // 2,
         )
+        self._stays.is_leaving = not limits.keeps_steps
         self._output = Output(
             layout=layout,
             layer_groups=self._layer_groups,
@@ -272,7 +273,7 @@ class Worker:
 
     def resume(self) -> None:
         """Consume again, after `hand_back_all`."""
-        self._stays.is_leaving = False
+        self._stays.is_leaving = not self._limits.keeps_steps
         for group in self._layer_groups:
             self._consume(group)
 

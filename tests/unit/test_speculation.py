@@ -27,6 +27,7 @@ LOOPING = replace(GREEDY, max_tokens=40, speculation=True)
 WANDERING = replace(SAMPLED, max_tokens=40, temperature=0.2, speculation=True)
 ASKED = [("greedy", PROMPT, LOOPING), ("sampled", prompt_of(5, salt=3) * 5, WANDERING)]
 SLICED = WorkerLimits(max_batch_rows=12)
+TRAVELLING = WorkerLimits(keeps_steps=False)
 
 Asked = Sequence[tuple[str, Sequence[int], SamplingParams]]
 
@@ -89,7 +90,7 @@ def finish(rig: Rig, asked: Asked) -> None:
 def test_one_request_has_its_tokens_in_fewer_steps(
     number: int, embedded: bool, num_groups: int
 ) -> None:
-    rig = Rig(num_groups, embedded=embedded)
+    rig = Rig(num_groups, embedded=embedded, limits=TRAVELLING)
     for group in range(num_groups - 1):
         rig.add_worker(group)
     last = Watched(rig)
@@ -101,6 +102,20 @@ def test_one_request_has_its_tokens_in_fewer_steps(
     assert last.num_accepted > 0
     assert last.num_drafted > last.num_accepted
     assert len(last.steps) + 1 <= 40 - last.num_accepted
+
+
+@pytest.mark.parametrize("embedded", [False, True], ids=["store", "embedded"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_steps_that_stay_are_drafted_too(number: int, embedded: bool) -> None:
+    rig = Rig(1, embedded=embedded)
+    last = Watched(rig)
+    rig.add_scheduler()
+
+    submit(rig, [ASKED[number]])
+    finish(rig, [ASKED[number]])
+
+    assert last.worker.num_steps_done < 40
+    assert len(last.steps) < 6
 
 
 def test_without_speculation_nothing_is_drafted() -> None:
@@ -290,7 +305,7 @@ def test_a_late_copy_of_a_drafted_step_does_no_harm(nth: int) -> None:
 @pytest.mark.parametrize("cut", [0, 1])
 def test_a_repeat_with_a_shorter_draft_goes_on_after_the_winner(cut: int) -> None:
     # given a drafted step whose tokens are committed, and whose output got lost
-    rig = Rig(1)
+    rig = Rig(1, limits=TRAVELLING)
     last = Watched(rig)
     rig.start("r", PROMPT, LOOPING)
     rig.run_until(lambda: bool(last.steps) and len(last.steps[-1].draft) > 1)
