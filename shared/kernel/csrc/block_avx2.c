@@ -267,7 +267,7 @@ T static uint64_t peak(uint64_t rounds)
 }
 
 const cp_path cp_path_avx2 = {
-    "avx2", 1, 0, block_int4, block_int8, NULL, NULL, cp_quantize_avx2, cp_dot8_avx2,
+    "avx2", 1, 0, block_int4, block_int8, NULL, NULL, 0, cp_quantize_avx2, cp_dot8_avx2,
     cp_scale_by_avx2, cp_rope_avx2, cp_silu_mul_avx2, cp_add_to_avx2, cp_all_finite_avx2, cp_exp_avx2,
     cp_to_half_avx2, cp_from_half_avx2, cp_widen_avx2, cp_attend_avx2, NULL, peak, cp_read_avx2};
 

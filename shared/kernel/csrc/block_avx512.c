@@ -239,7 +239,7 @@ T static uint64_t peak(uint64_t rounds)
 }
 
 const cp_path cp_path_avx512vnni = {
-    "avx512vnni", 0, 0, cp_block_int4_avx512, cp_block_int8_avx512, cp_pair_int4_avx512, NULL,
+    "avx512vnni", 0, 0, cp_block_int4_avx512, cp_block_int8_avx512, cp_pair_int4_avx512, NULL, 0,
     cp_quantize_avx512, cp_dot8_avx2, cp_scale_by_avx2, cp_rope_avx2, cp_silu_mul_avx512, cp_add_to_avx2, cp_all_finite_avx512, cp_exp_avx2,
     cp_to_half_avx2, cp_from_half_avx2, cp_widen_avx512, cp_attend_avx512, cp_attend_rows_avx512, peak, cp_read_avx2};
 

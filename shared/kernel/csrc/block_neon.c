@@ -141,7 +141,7 @@ static uint64_t peak(uint64_t rounds)
 }
 
 const cp_path cp_path_neon = {
-    "neon", 0, 0, block_int4, block_int8, NULL, NULL, cp_quantize_c, cp_dot8_c, cp_scale_by_c, cp_rope_c,
+    "neon", 0, 0, block_int4, block_int8, NULL, NULL, 0, cp_quantize_c, cp_dot8_c, cp_scale_by_c, cp_rope_c,
     cp_silu_mul_c, cp_add_to_c, cp_all_finite_c, cp_exp_c, cp_to_half_c, cp_from_half_c,
     cp_widen_c, cp_attend_c, NULL, peak, cp_read_c};
 

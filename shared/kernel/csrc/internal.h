@@ -52,8 +52,8 @@ typedef struct {
  *
  * int4, int8: a row block times a tile, out[t * stride + r] for 16 outputs r.
  * int4_pair: NULL, or two row blocks, whose 32 outputs lie together, times a tile of one term.
- * int4_many: NULL, or row blocks of an int4 matrix times the first rows of a batch, out (R, m->rows);
- * returns how many rows. The others (none, or part of one tile) are left to int4.
+ * int4_many: NULL, or row blocks of an int4 matrix times the first rows of a batch of `many_rows` or
+ * more, out (R, m->rows); returns how many rows. The others (part of one tile) are left to int4.
  * quantize: one group of 32 values; returns 0 if one is not finite. `low` and `wide` may be NULL, and
  * q where int4_many takes `wide` in its place; with `low` there are two terms.
  * `wide` is q in one piece (avx2), or what block_amx.c multiplies.
@@ -76,6 +76,7 @@ typedef struct {
     cp_block_fn *int8;
     cp_pair_fn *int4_pair;
     cp_blocks_fn *int4_many;
+    int32_t many_rows;
     int (*quantize)(const float *x, int8_t *q, int8_t *low, int16_t *wide, float *d, int32_t *s);
     float (*dot8)(const float *x, const float *y, int32_t n);
     void (*scale_by)(const float *x, float factor, const float *weight, int32_t n, float *out);

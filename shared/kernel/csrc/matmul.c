@@ -18,15 +18,21 @@ static int16_t *wide_at(const cp_acts *acts, size_t at)
     return acts->wide ? acts->wide + at * terms * CP_GROUP : NULL;
 }
 
+static int32_t takes_many(const cp_path *path, const cp_acts *acts)
+{
+    return path->int4_many && acts->rows >= path->many_rows;
+}
+
 int cp_quantize(const cp_path *path, const float *x, const cp_acts *acts, int32_t r, int32_t first,
                 int32_t end)
 {
     int32_t tile = r / CP_TILE * CP_TILE, n = tile_rows(acts, tile), terms = acts->terms, g;
     size_t tile_start = (size_t)tile * (size_t)(acts->cols / CP_GROUP);
+    int32_t has_wide = n >= path->wide_rows && (!path->int4_many || takes_many(path, acts));
     for (g = first; g < end; g++) {
         size_t at = tile_start + (size_t)g * (size_t)n + (size_t)(r - tile);
         int8_t *q = acts->q + at * CP_GROUP * (size_t)terms;
-        int16_t *wide = n < path->wide_rows ? NULL : wide_at(acts, at);
+        int16_t *wide = has_wide ? wide_at(acts, at) : NULL;
         int8_t *low = terms == 2 ? q + CP_GROUP : NULL;
         int32_t s;
         if (wide && acts->int4_only && path->int4_many)
@@ -89,7 +95,7 @@ void cp_multiply(const cp_path *path, const cp_matrix *m, const cp_acts *x, floa
     size_t stride = (size_t)m->rows;
     float padded[CP_TILE * CP_BLOCK];
     int32_t done = 0, b = first_block, first, t;
-    if (m->kind == CP_KIND_INT4 && path->int4_many)
+    if (m->kind == CP_KIND_INT4 && takes_many(path, x))
         done = path->int4_many(m, x, out, first_block, end_block);
     if (done == x->rows)
         return;
