@@ -214,9 +214,12 @@ class Producer:
             if not events and on_silence is not None:
                 on_silence()
 
-    def new_events(self, after: Mapping[str, str]) -> dict[str, list[Event]]:
-        """What has come of several requests after an event of each, without waiting for more."""
-        return self._ledger.events_of(after)
+    def new_events(self, after: Mapping[str, str], *, wait_ms: int = 0) -> dict[str, list[Event]]:
+        """What has come of several requests after an event of each.
+
+        Waits up to `wait_ms` for the first of them, 0 not at all.
+        """
+        return self._ledger.events_of(after, wait_ms)
 
     def states(self, request_ids: Iterable[str]) -> dict[str, RequestState]:
         """How far those requests are that a scheduler has admitted, in one round trip."""

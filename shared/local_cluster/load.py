@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shared.errors import TransientError
+from shared.local_cluster.shared_reader import RETRY_S, SharedReader
 from shared.messages import FinishReason, Request, SamplingParams
 from shared.producer import Producer, new_request_id
 from shared.store.ledger_base import START
-from shared.store.ledger_types import FinalEvent, TokenEvent
+from shared.store.ledger_types import Event, TokenEvent
 
-RETRY_S = 0.2
 MAX_DURATION_S = 45 * 60.0  # the answers of the first minute must still be on record at the end
 
 
@@ -41,6 +41,16 @@ class Sighting:
     finish_reason: FinishReason | None = None
     error: str = ""
     finished_s: float | None = None
+    last_event: str = START
+
+    def note(self, event: Event, heard_s: float) -> None:
+        self.last_event = event.event_id
+        if isinstance(event, TokenEvent):
+            self.tokens.append((heard_s, event.position, event.token_id))
+        else:
+            self.finish_reason = event.finish_reason
+            self.error = event.error
+            self.finished_s = heard_s
 
 
 class Load:
@@ -72,6 +82,7 @@ class Load:
         self._clock = clock
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
+        self._reader: SharedReader | None = None
         self._threads = [
             threading.Thread(target=self._run, name=f"load-{number}", daemon=True)
             for number in range(min(concurrency, num_requests or concurrency))
@@ -80,6 +91,12 @@ class Load:
     def start(self) -> None:
         if self._duration_s is not None:
             self._over_s = self._clock() + self._duration_s
+        self._reader = SharedReader(
+            self._producer,
+            patience_s=self._patience_s,
+            stopping=self._stopping,
+            clock=self._clock,
+        )
         for thread in self._threads:
             thread.start()
 
@@ -90,7 +107,7 @@ class Load:
         return any(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
-        """Ask no more; returns when the threads are done, a few seconds at most."""
+        """Ask and read no more; returns when the threads are done, a few seconds at most."""
         self._stopping.set()
         for thread in self._threads:
             thread.join(10.0)
@@ -137,22 +154,22 @@ class Load:
                 return
 
     def _follow(self, sighting: Sighting) -> None:
-        after, heard_s = START, self._clock()
-        while not self._given_up(heard_s):
+        """Wait for the first token alone, to see when it comes, and for the others with all."""
+        assert self._reader is not None, "start was called"
+        heard_s = self._clock()
+        while sighting.last_event == START:
+            if self._given_up(heard_s):
+                return
             try:
                 for event in self._producer.events(
-                    sighting.request_id, after=after, silence_s=min(1.0, self._patience_s)
+                    sighting.request_id, silence_s=min(1.0, self._patience_s)
                 ):
-                    after, heard_s = event.event_id, self._clock()
-                    if isinstance(event, TokenEvent):
-                        sighting.tokens.append((heard_s, event.position, event.token_id))
-                    elif isinstance(event, FinalEvent):
-                        sighting.finish_reason = event.finish_reason
-                        sighting.error = event.error
-                        sighting.finished_s = heard_s
-                        return
+                    sighting.note(event, self._clock())
+                    break
             except TransientError:
                 self._stopping.wait(RETRY_S)  # silence, or a store that is away: go on after it
+        if sighting.finish_reason is None:
+            self._reader.follow(sighting.request_id, sighting.last_event, sighting.note)
 
     def _given_up(self, heard_s: float) -> bool:
         return self._stopping.is_set() or self._clock() - heard_s > self._patience_s
