@@ -179,3 +179,34 @@ def test_a_page_of_another_type_holds_no_rows_and_can_be_written_again(
     pages.write("r", 0, 0, rows(0, 40))
 
     assert pages.read("r", 0, 0, 40) == rows(0, 40)
+
+
+def test_whole_pages_that_the_request_shares_stay_those_of_all(
+    pages: KvPages, stores: Stores
+) -> None:
+    # given two shared pages, and a page of its own behind them
+    for page, digest in enumerate((b"a" * 32, b"b" * 32)):
+        key = keys.prefix_page("even2", 0, digest)
+        stores.kv.run(("SET", key, rows(16 * page, 16 * page + 16)))
+    stores.kv.run(("SET", keys.kv_shared("r", "even2"), b"a" * 32 + b"b" * 32))
+
+    # when all are written again, and more
+    assert pages.write_all([KvRows("r", 0, 0, rows(0, 60))]) == [None]
+
+    # then it has only those pages of its own that nobody shares
+    own = [stores.kv.run(("STRLEN", keys.kv_page("r", "even2", 0, page))) for page in range(5)]
+    assert own == [0, 0, 16 * ROW, 12 * ROW, 0]
+    assert pages.read("r", 0, 0, 60) == rows(0, 60)
+
+
+@pytest.mark.parametrize("position", [16, 20, 32])
+def test_whole_pages_behind_a_gap_leave_nothing(
+    pages: KvPages, stores: Stores, position: int
+) -> None:
+    pages.write("r", 0, 0, rows(0, 9))
+
+    problem = pages.write_all([KvRows("r", 0, position, rows(position, 84))])[0]
+
+    assert isinstance(problem, KvMissing)
+    own = [stores.kv.run(("STRLEN", keys.kv_page("r", "even2", 0, page))) for page in range(6)]
+    assert own == [9 * ROW, 0, 0, 0, 0, 0]
