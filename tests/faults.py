@@ -11,10 +11,10 @@ from shared.errors import ConfirmTimeout
 
 # Where a worker of a group may die: in which part, at which call. Only the last group commits.
 CALLS = [
-    (0, "kv_pages", "write_all"),
+    (0, "kv_pages", "start_writes"),
     (0, "broker", "publish"),
     (0, "broker", "ack"),
-    (1, "kv_pages", "write_all"),
+    (1, "kv_pages", "start_writes"),
     (1, "ledger", "start_commits"),
     (1, "broker", "publish"),
     (1, "broker", "ack"),

@@ -9,7 +9,7 @@ B sequences in a batch, R rows in it, D hidden_size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import assert_never
 
@@ -20,7 +20,7 @@ from services.worker.batch import Slice
 from services.worker.compute import CacheOf
 from services.worker.endings import Endings
 from services.worker.faults import Faults, Point, reached
-from services.worker.remember import fills_page, first_row, write_rows
+from services.worker.remember import WaitRows, fills_page, first_row, start_rows
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
 from services.worker.shaping import MakeProcessors, Shaping
@@ -28,7 +28,7 @@ from services.worker.speculation import Speculation
 from services.worker.stages import COMPUTE, CONFIRM, REDIS, Stages
 from services.worker.stays import Stays
 from services.worker.steps import following_step, known_alone, next_group_step, routed
-from services.worker.tokens import Behind, Drawn, Early, Ended, GoOn, OutOfOrder
+from services.worker.tokens import Behind, Drawn, Early, Ended, GoOn, Outcome, OutOfOrder
 from shared.broker.base import Confirm
 from shared.errors import DecodeError, StoreDamaged
 from shared.messages import Step
@@ -111,15 +111,16 @@ class Output:
         *,
         has_time: bool,
     ) -> tuple[Confirm | None, Mapping[Slice, Step]]:
-        # Whoever shares a request's full pages at its end is to find them. All other rows can
-        # wait until the token is on its way.
-        filling = [piece for piece in slices if fills_page(piece)]
-        if filling:
-            self._write_rows(filling)
-            self._stages.lap(REDIS)
         pieces, drawn = self._draw(slices, hidden, ends)
         self._stages.lap(COMPUTE)
-        ahead = self._sent_ahead(pieces, drawn)
+        expected = dict(zip(pieces, drawn.expected(), strict=True))
+        # Whoever shares a request's full pages at its end is to find them. All other rows can
+        # wait until the token is on its way.
+        ending = {p for p, outcome in expected.items() if not isinstance(outcome, GoOn)}
+        if filling := [piece for piece in slices if piece in ending and fills_page(piece)]:
+            self._start_rows(filling)()
+            self._stages.lap(REDIS)
+        ahead = self._sent_ahead(expected)
         following = {p: self._decode_step(p, outcome, slices) for p, outcome in ahead.items()}
         staying = {p: step for p, step in following.items() if self._may_stay(p, step)}
         confirm = self._sender.publish([s for p, s in following.items() if p not in staying])
@@ -127,16 +128,25 @@ class Output:
             reached(self._faults, Point.PUBLISH, slices)
         drawn.commit(self._ledger)
         reached(self._faults, Point.COMMIT, slices)
-        over = self._finish(slices, pieces, drawn, ahead, staying)
-        if not ahead:
-            reached(self._faults, Point.PUBLISH, slices)
+        over: set[str] = set()
         if has_time:
+            over = self._finish(slices, pieces, drawn, ahead, staying)
             self._wait(slices, confirm)
             confirm = None
-        late = [p for p in slices if p.request_id not in over and not fills_page(p)]
-        late = self._not_kept_back(late, staying)
-        if late:
-            self._write_rows(late)
+        kept_back = self._kept_back(staying)
+        later = ending | kept_back
+        written = [p for p in slices if p not in later and p.request_id not in over]
+        wait_rows = self._start_rows(written)
+        if not has_time:
+            over = self._finish(slices, pieces, drawn, ahead, staying)
+        if not ahead:
+            reached(self._faults, Point.PUBLISH, slices)
+        wait_rows(over)
+        # Of those that go on or leave after all.
+        left = (ending - set(filling)) | (kept_back - staying.keys())
+        if late := [p for p in slices if p in left and p.request_id not in over]:
+            self._start_rows(late)()
+        self._note_kept_back(kept_back & staying.keys())
         return confirm, staying
 
     def _pass_on_hidden(
@@ -162,29 +172,31 @@ class Output:
             self._wait(slices, confirm)
             confirm = None
         self._stages.lap(CONFIRM)
-        self._write_rows(slices)  # beside the publish: both end before the ack
+        self._start_rows(slices)()  # beside the publish: both end before the ack
         self._stages.lap(REDIS)
         return confirm, staying
 
     def _may_stay(self, piece: Slice, following: Step) -> bool:
         return not fills_page(piece) and self._stays.may(piece, following)
 
-    def _not_kept_back(self, slices: list[Slice], staying: Mapping[Slice, Step]) -> list[Slice]:
-        """The slices whose rows are to be stored now.
+    def _kept_back(self, staying: Mapping[Slice, Step]) -> set[Slice]:
+        """Those slices whose rows need not be stored now.
 
         Those of steps that stay can wait until they fill a page, if no other group has rows of the
         same request that would have to wait too, and while the KV cache has room: rows that are
         nowhere else are not to be evicted.
         """
         if not staying or self._layout.num_groups > 1:
-            return slices
+            return set()
         if self._kv_pages is not None and 2 * self._pool.num_bytes > self._pool.max_bytes:
-            return slices
-        for piece in staying:
+            return set()
+        return set(staying)
+
+    def _note_kept_back(self, slices: Iterable[Slice]) -> None:
+        for piece in slices:
             state = self._pool.peek(piece.group, piece.request_id)
             if state is not None and state.unstored is None:
                 state.unstored = first_row(piece)
-        return [piece for piece in slices if piece not in staying]
 
     def _wait(self, slices: Sequence[Slice], confirm: Confirm | None) -> None:
         """Wait for what these slices and those before them have sent.
@@ -204,13 +216,24 @@ class Output:
         for piece in slices:
             piece.pending.unconfirmed = confirm
 
-    def _write_rows(self, slices: Sequence[Slice]) -> None:
-        if self._kv_pages is not None:
-            write_rows(slices, self._cache_of, self._kv_pages, self._ledger, self._first_unstored)
-        for piece in slices:
-            if state := self._pool.peek(piece.group, piece.request_id):
-                state.unstored = None
-        reached(self._faults, Point.WRITE, slices)
+    def _start_rows(self, slices: Sequence[Slice]) -> WaitRows:
+        """Send the rows of slices to the store; what is returned waits until they are there."""
+        wait_stored: WaitRows | None = None
+        if self._kv_pages is not None and slices:
+            wait_stored = start_rows(
+                slices, self._cache_of, self._kv_pages, self._ledger, self._first_unstored
+            )
+
+        def wait(over: Container[str] = ()) -> None:
+            if wait_stored is not None:
+                wait_stored(over)
+            for piece in slices:
+                if state := self._pool.peek(piece.group, piece.request_id):
+                    state.unstored = None
+            if slices:
+                reached(self._faults, Point.WRITE, slices)
+
+        return wait
 
     def _first_unstored(self, piece: Slice) -> int:
         state = self._pool.peek(piece.group, piece.request_id)
@@ -239,7 +262,7 @@ class Output:
         )
         return pieces, drawn
 
-    def _sent_ahead(self, pieces: Sequence[Slice], drawn: Drawn) -> dict[Slice, GoOn]:
+    def _sent_ahead(self, expected: Mapping[Slice, Outcome]) -> dict[Slice, GoOn]:
         """What will follow unless the record knows better.
 
         Only of requests whose tokens before these were put on record from here: a late copy of a
@@ -248,7 +271,7 @@ class Output:
         """
         return {
             piece: outcome
-            for piece, outcome in zip(pieces, drawn.expected(), strict=True)
+            for piece, outcome in expected.items()
             if isinstance(outcome, GoOn) and self._is_newest(piece)
         }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import Protocol
 
 from services.worker.batch import Slice
 from services.worker.compute import CacheOf
@@ -10,15 +11,23 @@ from shared.store.kv_pages import PAGE_ROWS, KvPages, KvRows
 from shared.store.ledger_base import RequestLedger
 
 
-def write_rows(
+class WaitRows(Protocol):
+    """Waits for rows that were sent; `over` are requests that nothing is to be written for."""
+
+    def __call__(self, over: Container[str] = ()) -> None: ...
+
+
+def start_rows(
     slices: Sequence[Slice],
     cache_of: CacheOf,
     kv_pages: KvPages,
     ledger: RequestLedger,
     first_of: Callable[[Slice], int],
-) -> None:
-    """Store the rows of known tokens that computing these slices of one group added to the caches.
+) -> WaitRows:
+    """Send the rows of known tokens that computing these slices of one group added to the caches.
 
+    What is returned waits until the store has them, and is called once, with the ids of requests
+    that turned out to be over meanwhile.
     `first_of` says from which position on: `first_row`, or one before it.
     Rows of guesses are stored with the step that says which of them count: a row in the store is
     always that of the request's own token. So a late copy of a step can do no harm.
@@ -27,13 +36,31 @@ def write_rows(
     the cache. Raises `KvMissing` when the store loses them again meanwhile, `StoreUnavailable`.
     """
     added = [_rows(piece, cache_of, first_of(piece)) for piece in slices]
-    problems = kv_pages.write_all(added)
-    refused = [piece for piece, problem in zip(slices, problems, strict=True) if problem]
-    # Nothing refuses the first rows of a request that has ended, so they are looked at after the
-    # write: whoever ends it later deletes them.
-    first = [piece for piece, rows in zip(slices, added, strict=True) if rows.position == 0]
-    if not (refused or first):
-        return
+    wait_written = kv_pages.start_writes(added)
+
+    def wait(over: Container[str] = ()) -> None:
+        problems = wait_written()
+        refused = [
+            piece
+            for piece, problem in zip(slices, problems, strict=True)
+            if problem and piece.request_id not in over
+        ]
+        # Nothing refuses the first rows of a request that has ended, so they are looked at after
+        # the write: whoever ends it later deletes them.
+        first = [piece for piece, rows in zip(slices, added, strict=True) if rows.position == 0]
+        if refused or first:
+            _look_after(refused, first, cache_of, kv_pages, ledger)
+
+    return wait
+
+
+def _look_after(
+    refused: Sequence[Slice],
+    first: Sequence[Slice],
+    cache_of: CacheOf,
+    kv_pages: KvPages,
+    ledger: RequestLedger,
+) -> None:
     states = ledger.states([piece.request_id for piece in (*refused, *first)])
     running = {name for name, state in states.items() if state.finish_reason is None}
     for piece in first:

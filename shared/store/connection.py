@@ -16,6 +16,7 @@ Longer than other modules: every way in which a server can fail is named here.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,7 +140,8 @@ class Connection:
     ) -> Callable[[], list[Any]]:
         """`run_all` in two halves: this one sends, and what it returns waits for the replies.
 
-        That is to be called once. Commands whose replies do not come are sent again by it.
+        That is to be called once. Commands whose replies do not come are sent again by it. If
+        nobody waits, the replies are lost with the connection they were to come by.
         """
         line = self._send_ahead(commands) if self._sends_ahead and commands else None
         if line is None:
@@ -147,12 +149,15 @@ class Connection:
             return lambda: replies
 
         def wait() -> list[Any]:
+            unwaited.detach()
             replies = self._read(line, len(commands))
             if replies is None or any(isinstance(reply, NoScriptError) for reply in replies):
                 return self.run_all(commands, keep=keep)
             with self._errors():
                 return self._kept(replies, keep)
 
+        unwaited = weakref.finalize(wait, _abandon, self._client.connection_pool, line)
+        unwaited.atexit = False
         return wait
 
     def ping(self) -> None:
@@ -341,6 +346,11 @@ def _connect_one(role: str, url: str, timeout_s: float, max_retries: int) -> Con
         retry=Retry(EqualJitterBackoff(cap=1.0, base=0.05), max_retries),
     )
     return Connection(client, f"{parts.hostname}:{port}", timeout_s)
+
+
+def _abandon(pool: Any, line: Any) -> None:
+    line.disconnect()
+    pool.release(line)
 
 
 def _command(command: Command | Call) -> Command:

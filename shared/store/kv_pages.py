@@ -14,7 +14,7 @@ modules: where rows lie is known here alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shared.errors import ConfigError, KvMissing, StoreDamaged
@@ -85,23 +85,31 @@ class KvPages:
 
         Raises `ValueError` for rows that are not a whole, positive number of rows.
         """
+        return self.start_writes(writes)()
+
+    def start_writes(self, writes: Sequence[KvRows]) -> Callable[[], list[KvMissing | None]]:
+        """Send what `write_all` writes. What is returned waits for it, and is called once."""
         commands: list[Command | Call] = []
         ends = []
         for write in writes:
             commands += self._write_calls(write)
             ends.append(len(commands))
-        replies = self._kv.run_all(commands)
-        touches = [touch for write in writes for touch in self._refresh(write)]
-        self._kv.run_all(touches)
-        return [
-            None
-            if all(replies[start:end])
-            else KvMissing(
-                f"request {w.request_id}: group {w.group} has no rows right before "
-                f"position {w.position}"
-            )
-            for w, start, end in zip(writes, [0, *ends], ends, strict=False)
-        ]
+        wait_written = self._kv.start_all(commands)
+
+        def wait() -> list[KvMissing | None]:
+            replies = wait_written()
+            self._kv.run_all([touch for write in writes for touch in self._refresh(write)])
+            return [
+                None
+                if all(replies[start:end])
+                else KvMissing(
+                    f"request {w.request_id}: group {w.group} has no rows right before "
+                    f"position {w.position}"
+                )
+                for w, start, end in zip(writes, [0, *ends], ends, strict=False)
+            ]
+
+        return wait
 
     def read(self, request_id: str, group: int, start: int, stop: int) -> bytes:
         """The (stop-start) * row_bytes bytes of positions start..stop-1.

@@ -64,10 +64,15 @@ class GaplessPages:
     def __init__(self, inner: KvPages) -> None:
         self._inner = inner
 
-    def write_all(self, writes: Any) -> Any:
-        problems = self._inner.write_all(writes)
-        assert not any(problems)
-        return problems
+    def start_writes(self, writes: Any) -> Any:
+        wait = self._inner.start_writes(writes)
+
+        def wait_without_problems() -> Any:
+            problems = wait()
+            assert not any(problems)
+            return problems
+
+        return wait_without_problems
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

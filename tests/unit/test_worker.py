@@ -199,7 +199,7 @@ def test_a_leaving_worker_hands_back_what_it_holds_and_takes_nothing_more() -> N
     assert_answers(rig, [("a", prompt_of(40), GREEDY), ("b", prompt_of(10, salt=1), GREEDY)])
 
 
-@pytest.mark.parametrize("method", ["write_all", "read"])
+@pytest.mark.parametrize("method", ["start_writes", "read"])
 def test_a_store_that_fails_for_a_while_only_delays(method: str) -> None:
     rig = Rig(2)
     flaky = Tripwire(rig.kv_pages, method, StoreUnavailable("down"), nth=2, times=3)
@@ -260,7 +260,7 @@ def test_a_batch_whose_connection_was_lost_before_its_hand_back_is_not_settled_t
         return True
 
     flaky = Tripwire(
-        rig.kv_pages, "write_all", StoreUnavailable("down"), nth=nth, only_if=lose_and_refuse
+        rig.kv_pages, "start_writes", StoreUnavailable("down"), nth=nth, only_if=lose_and_refuse
     )
     rig.add_worker(0, broker=line, kv_pages=flaky)
     rig.add_worker(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from services.worker.faults import Action, Fault, Faults, Point, parse_faults
 from shared.errors import ConfigError
 from tests.rig import Rig
-from tests.rig_model import prompt_of
+from tests.rig_model import GREEDY, prompt_of
 
 
 @pytest.mark.parametrize(
@@ -80,20 +81,24 @@ def test_a_fault_acts_at_its_place_and_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "last"),
+    ("num_tokens", "max_tokens", "last"),
     [
-        (5, ("commit", "publish", "write")),
-        (16, ("write", "commit", "publish")),  # rows that fill a page: who shares it finds them
+        (5, 12, ("commit", "publish", "write")),
+        (16, 12, ("commit", "publish", "write")),
+        # Rows that fill a page before the request ends: who shares it finds them.
+        (16, 1, ("write", "commit", "publish")),
     ],
 )
-def test_a_step_passes_its_points_in_order(num_tokens: int, last: tuple[str, ...]) -> None:
+def test_a_step_passes_its_points_in_order(
+    num_tokens: int, max_tokens: int, last: tuple[str, ...]
+) -> None:
     seen: list[tuple[str, int]] = []
     every = ";".join(f"slow@{point}:group={g}" for g in (0, 1) for point in Point)
     faults = Faults(parse_faults(every), act=lambda f: seen.append((f.point, f.group or 0)))
     rig = Rig(2)
     rig.add_worker(0, 1, faults=faults)
 
-    rig.start("r", prompt_of(num_tokens))
+    rig.start("r", prompt_of(num_tokens), replace(GREEDY, max_tokens=max_tokens))
     rig.run_until(lambda: len(rig.tokens("r")) == 1)
 
     assert seen == [

@@ -125,7 +125,7 @@ def test_a_suspect_that_is_computed_leaves_no_mark() -> None:
 def test_an_outage_of_the_store_is_no_attempt() -> None:
     rig = Rig(2)
     rig.add_worker(0)
-    wire = Tripwire(rig.kv_pages, "write_all", StoreUnavailable("down"), nth=2, times=8)
+    wire = Tripwire(rig.kv_pages, "start_writes", StoreUnavailable("down"), nth=2, times=8)
     rig.add_worker(1, kv_pages=wire)
 
     start_others(rig)

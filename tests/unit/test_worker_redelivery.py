@@ -112,7 +112,8 @@ def test_what_was_not_confirmed_is_sent_again(group: int) -> None:
 def test_a_batch_that_fails_here_goes_to_a_worker_that_can() -> None:
     # given a worker that can never write its rows
     rig = Rig(2)
-    wire = add_failing_worker(rig, 0, "kv_pages", "write_all", StoreUnavailable("down"), times=None)
+    down = StoreUnavailable("down")
+    wire = add_failing_worker(rig, 0, "kv_pages", "start_writes", down, times=None)
     rig.add_worker(1)
     start_asked(rig)
     rig.run_until(lambda: wire.num_calls == 3)
