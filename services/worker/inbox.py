@@ -12,7 +12,7 @@ import structlog
 from services.worker.batch import Pending
 from services.worker.stages import unix_us
 from shared import late_frame
-from shared.broker.base import Broker, Delivery
+from shared.broker.base import Broker, Delivery, Outgoing
 from shared.dead_letters import DeadLetter
 from shared.errors import PermanentError, TransientError
 from shared.messages import Step
@@ -28,7 +28,8 @@ class Inbox:
     that is no step at all, is dead-lettered at the door. `is_repeat` says whether this process
     saw the broker confirm the step's output: then it is acked at the door. `is_redriven` says
     whether it is the first of an epoch that is not the first one: what came before may have died.
-    `doubt` hears of each worker that left a step lying until it came here.
+    `doubt` hears of each worker that left a step lying until it came here. `can_go_on` says whether
+    all that another worker needs for a step that stays is in the stores.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Inbox:
         is_repeat: Callable[[Step], bool],
         is_redriven: Callable[[Step], bool],
         doubt: Callable[[str], None],
+        can_go_on: Callable[[Step], bool],
         max_pending: int,
         worker_id: str = "",
         confirm_timeout_s: float = 10.0,
@@ -48,6 +50,7 @@ class Inbox:
         self._is_repeat = is_repeat
         self._is_redriven = is_redriven
         self._doubt = doubt
+        self._can_go_on = can_go_on
         self._max_pending = max_pending
         self._worker_id = worker_id
         self._confirm_timeout_s = confirm_timeout_s
@@ -117,8 +120,13 @@ class Inbox:
         """Give it back to its group, unless it is settled already.
 
         What came to this worker's own inbox moves to the group's queue: nobody else takes it here.
+        Of a step that stays what it came from goes back, unless anyone `can_go_on` with the step.
         """
-        if self._remove(item):
+        if not self._remove(item):
+            return
+        if item.stays and self._can_go_on(item.step) and self._send_on(item.step):
+            self._broker.ack(item.delivery)
+        else:
             self._broker.reject(item.delivery, requeue=not is_inbox(item.delivery.queue))
 
     def _remove(self, item: Pending) -> bool:
@@ -162,6 +170,16 @@ class Inbox:
         if item is None or item.step.epoch != step.epoch:
             return None
         return item if step.end_position <= item.step.end_position else None
+
+    def _send_on(self, step: Step) -> bool:
+        queue = group_queue(step.model_id, step.layout_id, step.group)
+        try:
+            confirm = self._broker.publish([Outgoing(queue, late_frame.Frame(step))])
+            confirm.wait(self._confirm_timeout_s)
+        except TransientError as error:
+            log.warning("step_not_sent_on", request_id=step.request_id, reason=str(error))
+            return False
+        return True
 
     def _refuse(self, delivery: Delivery, reason: str) -> None:
         log.warning("step_refused", queue=delivery.queue, reason=reason, bytes=len(delivery.body))

@@ -140,6 +140,7 @@ class Worker:
             is_repeat=self._is_repeat,
             is_redriven=self._is_redriven,
             doubt=sender.doubt,
+            can_go_on=self._can_go_on,
             max_pending=2 * limits.max_batch_sequences,
             worker_id=self._worker_id,
             confirm_timeout_s=limits.confirm_timeout_s,
@@ -430,6 +431,10 @@ class Worker:
     def _is_redriven(self, step: Step) -> bool:
         state = self._pool.peek(step.group, step.request_id)
         return step.epoch > 0 and (state is None or state.epoch != step.epoch)
+
+    def _can_go_on(self, step: Step) -> bool:
+        """Only one group keeps rows back; and what was accepted of a draft is in a cache alone."""
+        return self._layout.num_groups > 1 and not step.accepted
 
     def _new_cache(self, group: int) -> SequenceCache:
         return self._layer_groups[group].new_cache()
