@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from services.scheduler.admission import first_step
 from services.worker.batch import Pending, Slice
 from services.worker.faults import Fault, Faults, parse_faults
 from services.worker.limits import WorkerLimits
@@ -21,6 +22,7 @@ from shared.broker.base import Delivery, Outgoing
 from shared.errors import StoreUnavailable
 from shared.messages import FinishReason, Request, SamplingParams, Step
 from shared.store import keys
+from shared.model.layer_group import SequenceSlice
 from shared.store.kv_pages import PAGE_ROWS
 from shared.store.leftovers import leftover_keys
 from shared.topology import DEAD_QUEUE, REQUESTS_QUEUE
@@ -606,3 +608,147 @@ def test_a_lost_connection_of_one_of_all_groups_changes_nothing(
 
     assert counted.num_steps - num_before <= 6 + left // PAGE_ROWS
     assert counted.worker.num_steps_done - num_done <= 2 * (left + 3)
+
+
+# late copies
+
+
+@pytest.mark.parametrize("epoch", [0, 5, 9], ids=["older", "same", "newer"])
+@pytest.mark.parametrize("came_before", [False, True])
+@pytest.mark.parametrize("num_behind", [0, 1, 7])
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_late_copy_dies_out(
+    num_groups: int, num_workers: int, num_behind: int, came_before: bool, epoch: int
+) -> None:
+    # given a request amid a page, and a step before that of its newest token
+    rig = Rig(num_groups)
+    workers = [rig.add_worker(*range(num_groups)) for _ in range(num_workers)]
+    plan = rig.admit("a", PROMPT, LONG)
+    rig.ledger.advance_epoch("a", 0, 5)
+    rig.publish_step(first_step(plan, rig.layout, epoch=5))
+    rig.run_until(lambda: len(rig.tokens("a")) == 12)
+    number = 11 - num_behind
+    old = feed(rig, rig.tokens("a")[number], len(PROMPT) + number, epoch)
+    num_before = sum(worker.num_steps_done for worker in workers)
+
+    rig.publish_step(old)
+    if came_before:
+        rig.redeliver(rig.queue(0))
+    finish(rig, ASKED[:1])
+
+    num_done = sum(worker.num_steps_done for worker in workers) - num_before
+    assert num_done <= num_groups * (LONG.max_tokens - 12) + 4
+
+
+def feed(rig: Rig, token: int, position: int, epoch: int) -> Step:
+    """The decode step of a token of the request "a"."""
+    return Step(
+        request_id="a",
+        model_id=rig.layout.model_id,
+        layout_id=rig.layout.layout_id,
+        group=0,
+        epoch=epoch,
+        position=position,
+        sample=True,
+        max_position=len(PROMPT) + LONG.max_tokens - 1,
+        tensors={"token_ids": np.array([token], np.int32)},
+        sampling=LONG,
+        stop_token_ids=rig.config.eos_token_ids,
+    )
+
+
+@pytest.mark.parametrize("num_turns", [0, 3, 30])
+def test_a_frozen_worker_finds_its_steps_done_by_another(num_turns: int) -> None:
+    # given a worker that freezes amid a page and loses its connection for that
+    rig = Rig(1)
+    counted = Counted(rig)
+    start(rig)
+    run_until_amid(rig)
+    frozen = rig.freeze(counted.worker)
+    other = Counted(rig)
+    counted.wire.lose()
+    for _ in range(num_turns):
+        rig.turn()
+
+    rig.thaw(frozen)
+    finish(rig)
+
+    assert counted.num_steps + other.num_steps < 60
+
+
+def test_a_copy_that_waits_beside_its_twin_leaves_no_second_chain() -> None:
+    rig = Rig(1)
+    counted = Counted(rig)
+    step = rig.start("a", PROMPT, LONG)
+    for _ in range(3):
+        rig.publish_step(step)
+
+    most = 0
+    while not rig.record("a").finish_reason:
+        rig.turn()
+        most = max(most, len(counted.worker._inbox))
+    finish(rig, ASKED[:1])
+
+    assert most <= 4
+    assert counted.worker.num_steps_done <= LONG.max_tokens + 8
+
+
+# poison
+
+
+class Poisoned:
+    """A layer group that ends its process whenever it computes one position of one request."""
+
+    def __init__(self, inner: Any, position: int, caches: Callable[[], Container[int]]) -> None:
+        self._inner = inner
+        self._position = position
+        self._caches = caches
+
+    def forward(self, hidden: Any, sequences: Sequence[SequenceSlice]) -> Any:
+        for part in sequences:
+            rows = range(part.start_position, part.start_position + part.num_rows)
+            if self._position in rows and id(part.cache) in self._caches():
+                raise Crash
+        return self._inner.forward(hidden, sequences)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("number", [1, 4, 16, 17, 25])
+def test_a_position_that_kills_ends_its_request_alone(number: int, num_groups: int) -> None:
+    rig = Rig(num_groups)
+    last = num_groups - 1
+
+    def caches() -> set[int]:
+        states = [w._pool.peek(last, "a") for w in rig.actors if isinstance(w, Worker)]
+        return {id(state.cache) for state in states if state is not None}
+
+    def add_worker() -> None:
+        groups: dict[int, Any] = {g: rig.layer_group(g) for g in range(num_groups)}
+        groups[last] = Poisoned(groups[last], len(PROMPT) + number - 1, caches)
+        rig.add_worker(layer_groups=groups)
+
+    add_worker()
+    rig.add_scheduler()
+    for request_id, prompt, sampling in ASKED:
+        rig.submit(Request(request_id, token_ids=prompt, sampling=sampling))
+    num_crashes = 0
+
+    def have_ended() -> bool:
+        nonlocal num_crashes
+        while num_crashes < rig.num_crashes:
+            num_crashes += 1
+            add_worker()
+        return all(rig.ledger.get(i) and rig.record(i).finish_reason for i in "abc")
+
+    rig.run_until(have_ended)
+    rig.run_until_quiet()
+
+    assert rig.num_crashes <= 4  # one that stayed, and three of what came of it
+    assert "died 3 times" in rig.final_events("a")[0].error
+    assert len(rig.tokens("a")) == number
+    assert_answers(rig, ASKED[1:])
+    assert rig.num_dead() == 1
