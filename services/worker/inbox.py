@@ -55,7 +55,7 @@ class Inbox:
         self._worker_id = worker_id
         self._confirm_timeout_s = confirm_timeout_s
         self._items: list[Pending] = []
-        self._staying: dict[tuple[str, int], Pending] = {}  # one at most of a request and group
+        self._staying: dict[str, Pending] = {}  # by request, the one that began to stay last
 
     def __iter__(self) -> Iterator[Pending]:
         return iter(self._items)
@@ -84,16 +84,16 @@ class Inbox:
         if self._remove(item):
             item = Pending(_arriving_now(item.delivery), following, stays=True)
             self._items.append(item)
-            self._staying[following.request_id, following.group] = item
+            self._staying[following.request_id] = item
 
     @property
     def num_waiting(self) -> int:
         """Steps that came from outside."""
-        return len(self._items) - len(self._staying)
+        return sum(not item.stays for item in self._items)
 
     def num_staying(self) -> Counter[str]:
         """By queue, how many of its deliveries stand for a step that followed from theirs."""
-        return Counter(item.delivery.queue for item in self._staying.values())
+        return Counter(item.delivery.queue for item in self._items if item.stays)
 
     def ack(self, item: Pending) -> None:
         """Settle as done, unless it is settled already."""
@@ -133,8 +133,8 @@ class Inbox:
         if item not in self._items:
             return False
         self._items.remove(item)
-        if item.stays:
-            self._staying.pop((item.step.request_id, item.step.group), None)
+        if self._staying.get(item.step.request_id) is item:
+            del self._staying[item.step.request_id]
         return True
 
     def _admit(self, delivery: Delivery) -> None:
@@ -166,10 +166,11 @@ class Inbox:
             self._items.append(item)
 
     def _what_followed(self, step: Step) -> Pending | None:
-        item = self._staying.get((step.request_id, step.group))
+        item = self._staying.get(step.request_id)
         if item is None or item.step.epoch != step.epoch:
             return None
-        return item if step.end_position <= item.step.end_position else None
+        is_before = (step.end_position, step.group) <= (item.step.end_position, item.step.group)
+        return item if is_before else None
 
     def _send_on(self, step: Step) -> bool:
         queue = group_queue(step.model_id, step.layout_id, step.group)
