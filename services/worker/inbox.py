@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import structlog
@@ -116,18 +116,20 @@ class Inbox:
             )
             self._bury(item.delivery, letter)
 
-    def hand_back(self, item: Pending) -> None:
-        """Give it back to its group, unless it is settled already.
+    def hand_back(self, items: Iterable[Pending]) -> None:
+        """Give them back to their groups, but for those that are settled already.
 
         What came to this worker's own inbox moves to the group's queue: nobody else takes it here.
         Of a step that stays what it came from goes back, unless anyone `can_go_on` with the step.
         """
-        if not self._remove(item):
-            return
-        if item.stays and self._can_go_on(item.step) and self._send_on(item.step):
-            self._broker.ack(item.delivery)
-        else:
-            self._broker.reject(item.delivery, requeue=not is_inbox(item.delivery.queue))
+        unsettled = [item for item in items if self._remove(item)]
+        to_send = [item for item in unsettled if item.stays and self._can_go_on(item.step)]
+        sent = to_send if self._send_on([item.step for item in to_send]) else []
+        for item in unsettled:
+            if item in sent:
+                self._broker.ack(item.delivery)
+            else:
+                self._broker.reject(item.delivery, requeue=not is_inbox(item.delivery.queue))
 
     def _remove(self, item: Pending) -> bool:
         if item not in self._items:
@@ -172,13 +174,17 @@ class Inbox:
         is_before = (step.end_position, step.group) <= (item.step.end_position, item.step.group)
         return item if is_before else None
 
-    def _send_on(self, step: Step) -> bool:
-        queue = group_queue(step.model_id, step.layout_id, step.group)
+    def _send_on(self, steps: Sequence[Step]) -> bool:
+        if not steps or not self._broker.connected():
+            return False
+        outgoing = [
+            Outgoing(group_queue(s.model_id, s.layout_id, s.group), late_frame.Frame(s))
+            for s in steps
+        ]
         try:
-            confirm = self._broker.publish([Outgoing(queue, late_frame.Frame(step))])
-            confirm.wait(self._confirm_timeout_s)
+            self._broker.publish(outgoing).wait(self._confirm_timeout_s)
         except TransientError as error:
-            log.warning("step_not_sent_on", request_id=step.request_id, reason=str(error))
+            log.warning("steps_not_sent_on", reason=str(error))
             return False
         return True
 

@@ -259,9 +259,7 @@ class Worker:
     def drop_group(self, group: int) -> None:
         """Serve a group no more: give back its steps and free its weights and caches."""
         self._stop_consuming(group)
-        for item in self._inbox.items():
-            if item.step.group == group:
-                self._give_back(item)
+        self._give_back([item for item in self._inbox if item.step.group == group])
         self._pool.drop_group(group)
         self._group_order.remove(group)
         del self._layer_groups[group]
@@ -281,8 +279,7 @@ class Worker:
     def hand_back_all(self) -> None:
         """Take nothing more and give back every unsettled delivery; the last act before leaving."""
         self.stop_consuming()  # or they would come straight back
-        for item in self._inbox.items():
-            self._give_back(item)
+        self._give_back(self._inbox.items())
 
     def _consume(self, group: int) -> None:
         if self._worker_id:
@@ -327,8 +324,7 @@ class Worker:
             wait_s = self._backoff.next_s()
             log.warning("batch_handed_back", reason=str(error), wait_ms=round(wait_s * 1e3))
             self._sleep(wait_s)  # before the hand-back, which would bring the batch straight back
-            for piece in slices:
-                self._give_back(piece.pending)
+            self._give_back([piece.pending for piece in slices])
             return 0
         self._backoff.reset()
         return settled
@@ -337,9 +333,10 @@ class Worker:
         for queue in self._queues(group):
             self._broker.cancel(queue)
 
-    def _give_back(self, item: Pending) -> None:
-        self._suspects.outlived(item)
-        self._inbox.hand_back(item)
+    def _give_back(self, items: Sequence[Pending]) -> None:
+        for item in items:
+            self._suspects.outlived(item)
+        self._inbox.hand_back(items)
 
     def _run(self, slices: Sequence[Slice]) -> int:
         self.stages.begin()
