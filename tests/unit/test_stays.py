@@ -29,14 +29,16 @@ from tests.rig import Rig, assert_answers
 from tests.rig_model import GREEDY, SAMPLED, prompt_of
 
 PROMPT = prompt_of(30)
-LONG = replace(SAMPLED, max_tokens=40)  # over the ends of several pages
+NUM_TOKENS = 26  # over the ends of pages
+LONG = replace(SAMPLED, max_tokens=NUM_TOKENS)
 SHAPED = replace(LONG, frequency_penalty=0.3, repetition_penalty=1.1, logprobs=1)
-GUESSED = replace(GREEDY, max_tokens=40, speculation=True)
+GUESSED = replace(GREEDY, max_tokens=NUM_TOKENS, speculation=True)
 ASKED = [
     ("a", PROMPT, LONG),
-    ("b", prompt_of(5, salt=1), replace(GREEDY, max_tokens=40)),
+    ("b", prompt_of(5, salt=1), replace(GREEDY, max_tokens=NUM_TOKENS)),
     ("c", prompt_of(17, salt=2), SHAPED),
 ]
+NUM_ASKED = sum(sampling.max_tokens for _, _, sampling in ASKED)
 # Where a worker of the only group may die: in which part, at which call.
 CALLS = [
     ("kv_pages", "write_all"),
@@ -177,7 +179,7 @@ def test_one_message_a_page_passes_through_the_broker(embedded: bool) -> None:
 
     most = sum(2 + (len(p) + s.max_tokens) // PAGE_ROWS for _, p, s in ASKED)
     assert counted.num_steps <= most
-    assert num_tokens(rig) == 120
+    assert num_tokens(rig) == NUM_ASKED
 
 
 @pytest.mark.parametrize("num_requests", [16, 40])
@@ -217,7 +219,7 @@ def test_who_travels_beside_many_that_stay_has_its_turns() -> None:
 
 
 @pytest.mark.parametrize("has_scheduler", [True, False])
-@pytest.mark.parametrize("nth", [1, 2, 6, 20])
+@pytest.mark.parametrize("nth", [1, 3, 15])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("part", "method"), CALLS)
 def test_a_worker_that_dies_anywhere_in_its_turn_changes_no_token(
@@ -250,7 +252,7 @@ def always(*_: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("moment", range(1, 40, 3))
+@pytest.mark.parametrize("moment", range(1, NUM_TOKENS, 3))
 def test_of_a_worker_that_dies_a_page_of_rows_is_computed_again(moment: int) -> None:
     rig = Rig(1)
     first = rig.add_worker(0)
@@ -260,18 +262,15 @@ def test_of_a_worker_that_dies_a_page_of_rows_is_computed_again(moment: int) -> 
 
     heir = Counted(rig)
     rows: list[int] = []
-    noted = note_rows(heir.worker, rows)
+    note_rows(heir.worker, rows)
     finish(rig, ASKED[:1])
 
-    assert noted
     assert sum(rows) <= LONG.max_tokens - moment + PAGE_ROWS + 1
 
 
-def note_rows(worker: Worker, rows: list[int]) -> bool:
+def note_rows(worker: Worker, rows: list[int]) -> None:
     """Note how many rows each turn computes."""
-    inner = worker._layer_groups[0]
-    worker._layer_groups[0] = NotingGroup(inner, rows)  # type: ignore[assignment]
-    return True
+    worker._layer_groups[0] = NotingGroup(worker._layer_groups[0], rows)  # type: ignore[assignment]
 
 
 class NotingGroup:
@@ -287,7 +286,7 @@ class NotingGroup:
         return getattr(self._inner, name)
 
 
-@pytest.mark.parametrize("moment", range(1, 12))
+@pytest.mark.parametrize("moment", range(1, 12, 2))
 def test_a_lost_connection_amid_a_page_changes_nothing(moment: int) -> None:
     rig = Rig(1)
     counted = Counted(rig)
@@ -295,14 +294,14 @@ def test_a_lost_connection_amid_a_page_changes_nothing(moment: int) -> None:
     rig.run_until(lambda: len(rig.tokens("a")) == moment)
 
     counted.wire.lose()
-    num_before, left = counted.num_steps, 120 - num_tokens(rig)
+    num_before, left = counted.num_steps, NUM_ASKED - num_tokens(rig)
     finish(rig)
 
     # then what came again stands for what went on: hardly a step travels for it
     assert counted.num_steps - num_before <= 3 + left // PAGE_ROWS + 3
 
 
-@pytest.mark.parametrize("moment", range(1, 12))
+@pytest.mark.parametrize("moment", range(1, 12, 2))
 def test_a_lost_connection_may_hand_the_step_to_another_worker(moment: int) -> None:
     rig = Rig(1)
     counted = Counted(rig)
@@ -313,7 +312,7 @@ def test_a_lost_connection_may_hand_the_step_to_another_worker(moment: int) -> N
     counted.wire.lose()
     finish(rig)
 
-    assert counted.num_steps + other.num_steps < 60
+    assert counted.num_steps + other.num_steps < 40
 
 
 # ends, leaves and losses
@@ -335,7 +334,7 @@ def test_a_drain_amid_a_page_sends_what_follows_on() -> None:
     heir = rig.add_worker(0)
     rows: list[int] = []
     note_rows(heir, rows)
-    left = 120 - num_tokens(rig)
+    left = NUM_ASKED - num_tokens(rig)
     finish(rig)
     assert sum(rows) == left  # not one twice
 
@@ -379,9 +378,8 @@ def test_a_request_that_ends_amid_a_page_leaves_nothing(ends: str) -> None:
     rig.add_scheduler()
     deadline = rig.ledger.now_unix_ms() + 60_000
     for request_id, prompt, sampling in ASKED:
-        params = replace(sampling, max_tokens=40)
         rig.submit(
-            Request(request_id, token_ids=prompt, sampling=params, deadline_unix_ms=deadline)
+            Request(request_id, token_ids=prompt, sampling=sampling, deadline_unix_ms=deadline)
         )
     run_until_amid(rig)
 
@@ -400,7 +398,7 @@ def test_a_request_that_ends_amid_a_page_leaves_nothing(ends: str) -> None:
     assert leftover_keys(rig.stores, "abc") == []
 
 
-@pytest.mark.parametrize("kv_cache_bytes", [0, 5_000, 20_000, 40_000, 80_000, 160_000])
+@pytest.mark.parametrize("kv_cache_bytes", [0, 20_000, 80_000])
 @pytest.mark.parametrize("has_scheduler", [True, False])
 def test_little_memory_only_delays(kv_cache_bytes: int, has_scheduler: bool) -> None:
     rig = Rig(1, limits=WorkerLimits(kv_cache_bytes=kv_cache_bytes, max_batch_rows=12))
@@ -413,7 +411,7 @@ def test_little_memory_only_delays(kv_cache_bytes: int, has_scheduler: bool) -> 
     finish(rig, asked)
 
 
-@pytest.mark.parametrize("moment", range(2, 40, 4))
+@pytest.mark.parametrize("moment", range(2, NUM_TOKENS, 3))
 def test_rows_that_are_evicted_before_they_are_stored_are_computed_again(moment: int) -> None:
     rig = Rig(1)
     counted = Counted(rig)
@@ -441,7 +439,7 @@ def test_shaped_and_guessed_tokens_stay_the_same(embedded: bool, speculation: bo
     assert counted.num_steps <= 15
 
 
-@pytest.mark.parametrize("moment", range(2, 40, 5))
+@pytest.mark.parametrize("moment", range(2, NUM_TOKENS, 5))
 def test_guessed_tokens_of_a_worker_that_dies_are_driven_again(moment: int) -> None:
     rig = Rig(1)
     first = rig.add_worker(0)
@@ -469,29 +467,43 @@ def has_tokens(rig: Rig, request_id: str, count: int) -> bool:
 @pytest.mark.parametrize("times", [1, 4])
 @pytest.mark.parametrize(
     ("part", "method"),
-    [("ledger", "start_commits"), ("ledger", "events"), ("kv_pages", "write_all"),
-     ("kv_pages", "read"), ("broker", "publish")],
-)  # fmt: skip
+    [("ledger", "start_commits"), ("kv_pages", "write_all"), ("broker", "publish")],
+)
 def test_a_call_that_fails_amid_a_page_only_delays(
     part: str, method: str, times: int, after: bool
 ) -> None:
-    rig = Rig(1, limits=WorkerLimits(kv_cache_bytes=200_000))
+    rig = Rig(1)
     inner = {"kv_pages": rig.kv_pages, "ledger": rig.ledger, "broker": LosableBroker(rig.hub)}
     error = StoreUnavailable("gone for a moment")
-    wires = [Tripwire(inner[part], method, error, after=after, nth=10_000, times=times)]
-    if part == "ledger" and method == "events":  # asked where a commit failed
-        wires.append(Tripwire(wires[0], "start_commits", error, after=True, nth=8))
-        wires[0]._first, wires[0]._end = 1, 1 + times
-    rig.add_worker(0, **{part: wires[-1]})
-    start(rig)
-    run_until_amid(rig)
+    wire = Tripwire(inner[part], method, error, after=after, nth=5, times=times)
+    rig.add_worker(0, **{part: wire})
 
-    if method != "events":
-        wires[0]._first, wires[0]._end = wires[0].num_calls + 1, wires[0].num_calls + 1 + times
+    start(rig)
     finish(rig)
 
+    assert wire.has_fired
 
-@pytest.mark.parametrize("moment", range(2, 40, 4))
+
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize(("part", "method"), [("ledger", "events"), ("kv_pages", "read")])
+def test_what_fails_while_a_page_is_begun_again_only_delays(
+    part: str, method: str, times: int
+) -> None:
+    # given steps that stayed and whose rows are gone
+    rig = Rig(1)
+    inner: dict[str, Any] = {"kv_pages": rig.kv_pages, "ledger": rig.ledger}
+    wire = Tripwire(inner[part], method, StoreUnavailable("gone for a moment"), times=times)
+    counted = Counted(rig, **{part: wire})
+    start(rig)
+    run_until_amid(rig)
+    counted.worker._pool.drop_group(0)
+
+    finish(rig)
+
+    assert wire.num_calls > times
+
+
+@pytest.mark.parametrize("moment", range(2, NUM_TOKENS, 3))
 def test_rows_that_the_store_lost_amid_a_page_are_written_again(moment: int) -> None:
     rig = Rig(1)
     rig.add_worker(0)
@@ -601,7 +613,7 @@ def test_a_lost_connection_of_one_of_all_groups_changes_nothing(
     for _ in range(num_turns):
         rig.turn()
     num_before, num_done = counted.num_steps, counted.worker.num_steps_done
-    left = 120 - num_tokens(rig)
+    left = NUM_ASKED - num_tokens(rig)
 
     counted.wire.lose()
     finish(rig)
@@ -616,7 +628,7 @@ def test_a_lost_connection_of_one_of_all_groups_changes_nothing(
 
 @pytest.mark.parametrize("epoch", [0, 5, 9], ids=["older", "same", "newer"])
 @pytest.mark.parametrize("came_before", [False, True])
-@pytest.mark.parametrize("num_behind", [0, 1, 7])
+@pytest.mark.parametrize("num_behind", [0, 7])
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_a_late_copy_dies_out(
@@ -675,7 +687,7 @@ def test_a_frozen_worker_finds_its_steps_done_by_another(num_turns: int) -> None
     rig.thaw(frozen)
     finish(rig)
 
-    assert counted.num_steps + other.num_steps < 60
+    assert counted.num_steps + other.num_steps < 40
 
 
 def test_a_copy_that_waits_beside_its_twin_leaves_no_second_chain() -> None:
