@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.broker.base import Outgoing
 from shared.broker.memory import MemoryBroker, MemoryHub
-from shared.errors import ConfirmTimeout
+from shared.errors import ConfirmTimeout, StoreUnavailable
 
 # Where a worker of a group may die: in which part, at which call. Only the last group commits.
 CALLS = [
@@ -77,6 +77,27 @@ class Tripwire:
             if fires:
                 raise self._error
             return result
+
+        return call
+
+
+class Weather:
+    """Stands before a store: fails the next calls of whatever method, as often as it is told."""
+
+    def __init__(self, inner: Any) -> None:
+        self.num_failures = 0
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.num_failures == 0:
+                return method(*args, **kwargs)
+            self.num_failures -= 1
+            if self.num_failures % 2:
+                method(*args, **kwargs)  # done, and the answer lost
+            raise StoreUnavailable("bad weather")
 
         return call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import structlog
@@ -12,7 +12,7 @@ import structlog
 from services.worker.batch import Pending
 from services.worker.stages import unix_us
 from shared import late_frame
-from shared.broker.base import Broker, Delivery
+from shared.broker.base import Broker, Delivery, Outgoing
 from shared.dead_letters import DeadLetter
 from shared.errors import PermanentError, TransientError
 from shared.messages import Step
@@ -28,7 +28,8 @@ class Inbox:
     that is no step at all, is dead-lettered at the door. `is_repeat` says whether this process
     saw the broker confirm the step's output: then it is acked at the door. `is_redriven` says
     whether it is the first of an epoch that is not the first one: what came before may have died.
-    `doubt` hears of each worker that left a step lying until it came here.
+    `doubt` hears of each worker that left a step lying until it came here. `can_go_on` says whether
+    all that another worker needs for a step that stays is in the stores.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Inbox:
         is_repeat: Callable[[Step], bool],
         is_redriven: Callable[[Step], bool],
         doubt: Callable[[str], None],
+        can_go_on: Callable[[Step], bool],
         max_pending: int,
         worker_id: str = "",
         confirm_timeout_s: float = 10.0,
@@ -48,11 +50,12 @@ class Inbox:
         self._is_repeat = is_repeat
         self._is_redriven = is_redriven
         self._doubt = doubt
+        self._can_go_on = can_go_on
         self._max_pending = max_pending
         self._worker_id = worker_id
         self._confirm_timeout_s = confirm_timeout_s
         self._items: list[Pending] = []
-        self._staying: dict[tuple[str, int], Pending] = {}  # one at most of a request and group
+        self._staying: dict[str, Pending] = {}  # by request, the one that began to stay last
 
     def __iter__(self) -> Iterator[Pending]:
         return iter(self._items)
@@ -81,16 +84,16 @@ class Inbox:
         if self._remove(item):
             item = Pending(_arriving_now(item.delivery), following, stays=True)
             self._items.append(item)
-            self._staying[following.request_id, following.group] = item
+            self._staying[following.request_id] = item
 
     @property
     def num_waiting(self) -> int:
         """Steps that came from outside."""
-        return len(self._items) - len(self._staying)
+        return sum(not item.stays for item in self._items)
 
     def num_staying(self) -> Counter[str]:
         """By queue, how many of its deliveries stand for a step that followed from theirs."""
-        return Counter(item.delivery.queue for item in self._staying.values())
+        return Counter(item.delivery.queue for item in self._items if item.stays)
 
     def ack(self, item: Pending) -> None:
         """Settle as done, unless it is settled already."""
@@ -113,20 +116,27 @@ class Inbox:
             )
             self._bury(item.delivery, letter)
 
-    def hand_back(self, item: Pending) -> None:
-        """Give it back to its group, unless it is settled already.
+    def hand_back(self, items: Iterable[Pending]) -> None:
+        """Give them back to their groups, but for those that are settled already.
 
         What came to this worker's own inbox moves to the group's queue: nobody else takes it here.
+        Of a step that stays what it came from goes back, unless anyone `can_go_on` with the step.
         """
-        if self._remove(item):
-            self._broker.reject(item.delivery, requeue=not is_inbox(item.delivery.queue))
+        unsettled = [item for item in items if self._remove(item)]
+        to_send = [item for item in unsettled if item.stays and self._can_go_on(item.step)]
+        sent = to_send if self._send_on([item.step for item in to_send]) else []
+        for item in unsettled:
+            if item in sent:
+                self._broker.ack(item.delivery)
+            else:
+                self._broker.reject(item.delivery, requeue=not is_inbox(item.delivery.queue))
 
     def _remove(self, item: Pending) -> bool:
         if item not in self._items:
             return False
         self._items.remove(item)
-        if item.stays:
-            self._staying.pop((item.step.request_id, item.step.group), None)
+        if self._staying.get(item.step.request_id) is item:
+            del self._staying[item.step.request_id]
         return True
 
     def _admit(self, delivery: Delivery) -> None:
@@ -158,10 +168,25 @@ class Inbox:
             self._items.append(item)
 
     def _what_followed(self, step: Step) -> Pending | None:
-        item = self._staying.get((step.request_id, step.group))
+        item = self._staying.get(step.request_id)
         if item is None or item.step.epoch != step.epoch:
             return None
-        return item if step.end_position <= item.step.end_position else None
+        is_before = (step.end_position, step.group) <= (item.step.end_position, item.step.group)
+        return item if is_before else None
+
+    def _send_on(self, steps: Sequence[Step]) -> bool:
+        if not steps or not self._broker.connected():
+            return False
+        outgoing = [
+            Outgoing(group_queue(s.model_id, s.layout_id, s.group), late_frame.Frame(s))
+            for s in steps
+        ]
+        try:
+            self._broker.publish(outgoing).wait(self._confirm_timeout_s)
+        except TransientError as error:
+            log.warning("steps_not_sent_on", reason=str(error))
+            return False
+        return True
 
     def _refuse(self, delivery: Delivery, reason: str) -> None:
         log.warning("step_refused", queue=delivery.queue, reason=reason, bytes=len(delivery.body))

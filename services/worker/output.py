@@ -309,7 +309,9 @@ class Output:
                     if state is not None and outcome.is_first:
                         state.on_record_epoch, state.on_record = step.epoch, step.end_position
                     is_as_expected = piece in ahead and ahead[piece].token_ids == outcome.token_ids
-                    if is_as_expected and stays is None:
+                    if is_as_expected and (outcome.is_first or stays is None):
+                        if stays is not None:
+                            staying[piece] = stays
                         continue
                     if stays is None or not is_as_expected:
                         stays = self._decode_step(piece, outcome, slices)

@@ -69,7 +69,7 @@ class Readiness:
                 )
             except KvMissing as error:
                 if item.stays:  # its rows were evicted: begin again where the store has them
-                    self._inbox.hand_back(item)
+                    self._inbox.hand_back([item])
                     continue
                 # A step can overtake its predecessor, which another worker of the group still
                 # computes: its rows come within one step's time or not at all. Or it is a late

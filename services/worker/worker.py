@@ -140,6 +140,7 @@ class Worker:
             is_repeat=self._is_repeat,
             is_redriven=self._is_redriven,
             doubt=sender.doubt,
+            can_go_on=self._can_go_on,
             max_pending=2 * limits.max_batch_sequences,
             worker_id=self._worker_id,
             confirm_timeout_s=limits.confirm_timeout_s,
@@ -258,9 +259,7 @@ class Worker:
     def drop_group(self, group: int) -> None:
         """Serve a group no more: give back its steps and free its weights and caches."""
         self._stop_consuming(group)
-        for item in self._inbox.items():
-            if item.step.group == group:
-                self._give_back(item)
+        self._give_back([item for item in self._inbox if item.step.group == group])
         self._pool.drop_group(group)
         self._group_order.remove(group)
         del self._layer_groups[group]
@@ -280,8 +279,7 @@ class Worker:
     def hand_back_all(self) -> None:
         """Take nothing more and give back every unsettled delivery; the last act before leaving."""
         self.stop_consuming()  # or they would come straight back
-        for item in self._inbox.items():
-            self._give_back(item)
+        self._give_back(self._inbox.items())
 
     def _consume(self, group: int) -> None:
         if self._worker_id:
@@ -326,8 +324,7 @@ class Worker:
             wait_s = self._backoff.next_s()
             log.warning("batch_handed_back", reason=str(error), wait_ms=round(wait_s * 1e3))
             self._sleep(wait_s)  # before the hand-back, which would bring the batch straight back
-            for piece in slices:
-                self._give_back(piece.pending)
+            self._give_back([piece.pending for piece in slices])
             return 0
         self._backoff.reset()
         return settled
@@ -336,9 +333,10 @@ class Worker:
         for queue in self._queues(group):
             self._broker.cancel(queue)
 
-    def _give_back(self, item: Pending) -> None:
-        self._suspects.outlived(item)
-        self._inbox.hand_back(item)
+    def _give_back(self, items: Sequence[Pending]) -> None:
+        for item in items:
+            self._suspects.outlived(item)
+        self._inbox.hand_back(items)
 
     def _run(self, slices: Sequence[Slice]) -> int:
         self.stages.begin()
@@ -430,6 +428,10 @@ class Worker:
     def _is_redriven(self, step: Step) -> bool:
         state = self._pool.peek(step.group, step.request_id)
         return step.epoch > 0 and (state is None or state.epoch != step.epoch)
+
+    def _can_go_on(self, step: Step) -> bool:
+        """Only one group keeps rows back; and what was accepted of a draft is in a cache alone."""
+        return self._layout.num_groups > 1 and not step.accepted
 
     def _new_cache(self, group: int) -> SequenceCache:
         return self._layer_groups[group].new_cache()

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from services.scheduler.scheduler import Scheduler
 from services.worker.limits import WorkerLimits
 from services.worker.worker import Worker
-from shared.errors import StoreUnavailable
 from shared.messages import Request, SamplingParams
 from shared.store.leftovers import leftover_keys
 from shared.topology import REQUESTS_QUEUE
-from tests.faults import LosableBroker
+from tests.faults import LosableBroker, Weather
 from tests.rig import Rig, assert_answers
 from tests.rig_model import SAMPLED, prompt_of
 
@@ -46,27 +45,6 @@ events = st.one_of(
     st.tuples(st.sampled_from(["kv", "ledger", "prefixes"]), st.integers(1, 6)),
     st.tuples(st.just("evict"), st.integers(0, 9)),
 )
-
-
-class Weather:
-    """Stands before a store: fails the next calls of whatever method, as often as it is told."""
-
-    def __init__(self, inner: Any) -> None:
-        self.num_failures = 0
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._inner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.num_failures == 0:
-                return method(*args, **kwargs)
-            self.num_failures -= 1
-            if self.num_failures % 2:
-                method(*args, **kwargs)  # done, and the answer lost
-            raise StoreUnavailable("bad weather")
-
-        return call
 
 
 class Cluster:
