@@ -41,7 +41,7 @@ ASKED = [
 NUM_ASKED = sum(sampling.max_tokens for _, _, sampling in ASKED)
 # Where a worker of the only group may die: in which part, at which call.
 CALLS = [
-    ("kv_pages", "write_all"),
+    ("kv_pages", "start_writes"),
     ("ledger", "start_commits"),
     ("broker", "publish"),
     ("broker", "ack"),
@@ -467,7 +467,7 @@ def has_tokens(rig: Rig, request_id: str, count: int) -> bool:
 @pytest.mark.parametrize("times", [1, 4])
 @pytest.mark.parametrize(
     ("part", "method"),
-    [("ledger", "start_commits"), ("kv_pages", "write_all"), ("broker", "publish")],
+    [("ledger", "start_commits"), ("kv_pages", "start_writes"), ("broker", "publish")],
 )
 def test_a_call_that_fails_amid_a_page_only_delays(
     part: str, method: str, times: int, after: bool
@@ -534,7 +534,7 @@ def test_full_pages_are_in_the_store_at_the_end() -> None:
 @pytest.mark.parametrize("nth", [4, 9, 12])
 @pytest.mark.parametrize(
     ("part", "method"),
-    [("ledger", "start_commits"), ("kv_pages", "write_all"), ("broker", "publish")],
+    [("ledger", "start_commits"), ("kv_pages", "start_writes"), ("broker", "publish")],
 )
 def test_a_call_that_fails_where_one_serves_all_groups_only_delays(
     part: str, method: str, nth: int, after: bool
