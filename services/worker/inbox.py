@@ -63,6 +63,9 @@ class Inbox:
     def __len__(self) -> int:
         return len(self._items)
 
+    def __contains__(self, item: Pending) -> bool:
+        return item in self._items
+
     def items(self) -> list[Pending]:
         return list(self._items)
 
@@ -85,6 +88,11 @@ class Inbox:
             item = Pending(_arriving_now(item.delivery), following, stays=True)
             self._items.append(item)
             self._staying[following.request_id] = item
+
+    def staying(self, request_id: str, *, epoch: int) -> Pending | None:
+        """The step of a request that stays."""
+        item = self._staying.get(request_id)
+        return item if item is not None and item.step.epoch == epoch else None
 
     @property
     def num_waiting(self) -> int:
@@ -168,8 +176,8 @@ class Inbox:
             self._items.append(item)
 
     def _what_followed(self, step: Step) -> Pending | None:
-        item = self._staying.get(step.request_id)
-        if item is None or item.step.epoch != step.epoch:
+        item = self.staying(step.request_id, epoch=step.epoch)
+        if item is None:
             return None
         is_before = (step.end_position, step.group) <= (item.step.end_position, item.step.group)
         return item if is_before else None

@@ -20,6 +20,7 @@ from services.worker.batch import Slice
 from services.worker.compute import CacheOf
 from services.worker.endings import Endings
 from services.worker.faults import Faults, Point, reached
+from services.worker.inbox import Inbox
 from services.worker.remember import WaitRows, fills_page, first_row, start_rows
 from services.worker.sender import Sender
 from services.worker.sequences import SequencePool
@@ -30,7 +31,7 @@ from services.worker.stays import Stays
 from services.worker.steps import following_step, known_alone, next_group_step, routed
 from services.worker.tokens import Behind, Drawn, Early, Ended, GoOn, Outcome, OutOfOrder
 from shared.broker.base import Confirm
-from shared.errors import DecodeError, StoreDamaged
+from shared.errors import DecodeError, StoreDamaged, TransientError
 from shared.messages import Step
 from shared.model.layer_group import LayerGroup
 from shared.router import worker_of
@@ -55,6 +56,7 @@ class Output:
         ledger: RequestLedger,
         kv_pages: KvPages | None,
         pool: SequencePool,
+        inbox: Inbox,
         endings: Endings,
         cache_of: CacheOf,
         worker_id: str,
@@ -70,6 +72,7 @@ class Output:
         self._ledger = ledger
         self._kv_pages = kv_pages
         self._pool = pool
+        self._inbox = inbox
         self._endings = endings
         self._cache_of = cache_of
         self._worker_id = worker_id
@@ -77,6 +80,7 @@ class Output:
         self._faults = faults
         self._stages = stages
         self._stays = stays
+        self._unheard: tuple[Sequence[Slice], Drawn] | None = None
         self._shaping = Shaping(pool, ledger, layout.last_group, make_processors)
         self._speculation = Speculation(pool, ledger, layout.last_group)
 
@@ -102,6 +106,38 @@ class Output:
         self._stages.lap(CONFIRM)
         reached(self._faults, Point.CONFIRM, slices)
         return staying
+
+    def hear(self) -> None:
+        """Hear what became of the commits of a turn that left all its steps here.
+
+        A step that does not follow after all is settled: forgotten if its request is over, else
+        given back, that is with what it followed from: whoever takes that finds by the record how
+        to go on. Raises `TransientError`, when all of them were given back.
+        """
+        if self._unheard is None:
+            return
+        (pieces, drawn), self._unheard = self._unheard, None
+        items = [self._inbox.staying(p.request_id, epoch=p.pending.step.epoch) for p in pieces]
+        try:
+            outcomes = drawn.outcomes(self._shaping)
+        except TransientError:
+            self._inbox.hand_back([item for item in items if item is not None])
+            raise
+        for piece, item, outcome in zip(pieces, items, outcomes, strict=True):
+            match outcome:
+                case GoOn(step=step, is_first=True):
+                    self._note_on_record(piece, step)
+                case Ended():
+                    self._pool.drop(piece.request_id, self._layer_groups)
+                    if item is not None:
+                        self._inbox.ack(item)
+                case _ if item is not None:
+                    self._inbox.hand_back([item])
+        self._stages.lap(CONFIRM)
+
+    def _note_on_record(self, piece: Slice, following: Step) -> None:
+        if state := self._pool.peek(piece.group, piece.request_id):
+            state.on_record_epoch, state.on_record = following.epoch, following.end_position
 
     def _pass_on_tokens(
         self,
@@ -129,11 +165,16 @@ class Output:
         drawn.commit(self._ledger)
         reached(self._faults, Point.COMMIT, slices)
         over: set[str] = set()
+        kept_back = self._kept_back(staying)
+        if len(kept_back) == len(slices):  # nothing has left, so nobody but us waits for answers
+            self._unheard = pieces, drawn
+            self._note_kept_back(kept_back)
+            return None, staying
         if has_time:
             over = self._finish(slices, pieces, drawn, ahead, staying)
             self._wait(slices, confirm)
             confirm = None
-        kept_back = self._kept_back(staying)
+            kept_back &= staying.keys()
         later = ending | kept_back
         written = [p for p in slices if p not in later and p.request_id not in over]
         wait_rows = self._start_rows(written)
@@ -305,9 +346,8 @@ class Output:
             item, stays = piece.pending, staying.pop(piece, None)
             match outcome:
                 case GoOn(step=step):
-                    state = self._pool.peek(piece.group, piece.request_id)
-                    if state is not None and outcome.is_first:
-                        state.on_record_epoch, state.on_record = step.epoch, step.end_position
+                    if outcome.is_first:
+                        self._note_on_record(piece, step)
                     is_as_expected = piece in ahead and ahead[piece].token_ids == outcome.token_ids
                     if is_as_expected and (outcome.is_first or stays is None):
                         if stays is not None:

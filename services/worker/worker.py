@@ -191,6 +191,7 @@ class Worker:
             ledger=ledger,
             kv_pages=kv_pages,
             pool=self._pool,
+            inbox=self._inbox,
             endings=self._endings,
             cache_of=self._cache,
             worker_id=self._worker_id,
@@ -259,6 +260,7 @@ class Worker:
     def drop_group(self, group: int) -> None:
         """Serve a group no more: give back its steps and free its weights and caches."""
         self._stop_consuming(group)
+        self._hear()
         self._give_back([item for item in self._inbox if item.step.group == group])
         self._pool.drop_group(group)
         self._group_order.remove(group)
@@ -279,6 +281,7 @@ class Worker:
     def hand_back_all(self) -> None:
         """Take nothing more and give back every unsettled delivery; the last act before leaving."""
         self.stop_consuming()  # or they would come straight back
+        self._hear()
         self._give_back(self._inbox.items())
 
     def _consume(self, group: int) -> None:
@@ -314,6 +317,7 @@ class Worker:
         )
         self._suspects_first = not self._suspects_first
         if not slices:
+            self._hear()
             return 0
         self._group_order.remove(slices[0].group)
         self._group_order.append(slices[0].group)
@@ -356,6 +360,10 @@ class Worker:
                 )
             self.stages.lap(COMPUTE)
             self._note_drafts(slices)
+            self._output.hear()
+            slices, hidden = self._still_here(slices, hidden)
+            if not slices:
+                return 0
             has_time = len(self._inbox) == 1 and slices[0].completes
             staying = self._output.pass_on(slices, hidden, has_time=has_time)
         except KernelError as error:  # nothing was published yet: sampling comes before
@@ -388,6 +396,22 @@ class Worker:
             item, f"layer group {slices[0].group} cannot compute it: {error}", dead=True
         )
         return 1
+
+    def _still_here(
+        self, slices: Sequence[Slice], hidden: FloatRows
+    ) -> tuple[Sequence[Slice], FloatRows]:
+        """The slices that were not settled while they were computed, and their rows (R, D)."""
+        here = [piece.pending in self._inbox for piece in slices]
+        if all(here):
+            return slices, hidden
+        rows = np.repeat(here, [piece.num_rows for piece in slices])
+        return [piece for piece, is_here in zip(slices, here, strict=True) if is_here], hidden[rows]
+
+    def _hear(self) -> None:
+        try:
+            self._output.hear()
+        except TransientError as error:
+            log.warning("steps_handed_back", reason=str(error))
 
     def _note_drafts(self, slices: Sequence[Slice]) -> None:
         for piece in slices:
