@@ -83,6 +83,7 @@ class Drawn:
         self._pieces = pieces
         self._refused: dict[int, Outcome] = {}  # by number of the slice
         self._drawn: list[tuple[int, Commit, Sequence[LogitsProcessor]]] = []
+        self._expected: dict[int, Outcome] = {}
         self._wait: Callable[[], list[CommitResult | StoreDamaged]] = list
 
     def draw(
@@ -116,10 +117,14 @@ class Drawn:
 
     def expected(self) -> list[Outcome]:
         """What follows if nobody else was first, as is nearly always so."""
-        outcomes = self._without_commits()
-        for number, commit, _ in self._drawn:
-            outcomes[number] = _outcome(self._pieces[number], commit, Committed())
-        return outcomes
+        self._expected = {
+            number: _outcome(self._pieces[number], commit, Committed())
+            for number, commit, _ in self._drawn
+        }
+        return [
+            self._expected.get(number, outcome)
+            for number, outcome in enumerate(self._without_commits())
+        ]
 
     def commit(self, ledger: RequestLedger) -> None:
         """Send the commits; `outcomes` waits for their answers. Raises `StoreUnavailable`."""
@@ -132,7 +137,11 @@ class Drawn:
         outcomes = self._without_commits()
         for (number, commit, processors), result in zip(self._drawn, self._wait(), strict=True):
             piece = self._pieces[number]
-            outcome = outcomes[number] = _outcome(piece, commit, result)
+            if isinstance(result, Committed) and number in self._expected:
+                outcome = self._expected[number]
+            else:
+                outcome = _outcome(piece, commit, result)
+            outcomes[number] = outcome
             if isinstance(outcome, GoOn) and outcome.token_ids == tuple(commit.token_ids):
                 shaping.keep(piece.pending.step, processors, commit.token_ids)
         return outcomes
