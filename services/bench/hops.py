@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared.store.presence_types import STAGES, WorkerInfo
 
-# The last group writes rows that fill a page before a token that ends its request; others send first.
+# The last group writes rows that fill a page before a token that ends a request; others send first.
 ON_THE_WAY = ("broker", "queue", "decode", "prepare", "compute", "publish")
 LAST_ON_THE_WAY = (*ON_THE_WAY, "redis")
 
