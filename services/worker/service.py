@@ -6,6 +6,7 @@ holds `placement.py`. Longer than other modules: what a process is, is told in o
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
@@ -172,6 +173,8 @@ class WorkerService:
                 shard_bytes=self._shard_bytes(),
                 rss_bytes=rss_bytes(),
             )
+            gc.collect()
+            gc.freeze()  # 78,000 objects that live for ever: a full collection took 27 ms for them
             self._serve(worker)
             self._drain(worker)
         finally:
