@@ -36,10 +36,22 @@ class Counting:
             self._note(command, reply)
         return replies
 
+    def start_all(self, commands: Any, **options: Any) -> Any:
+        wait = self._connection.start_all(commands, **options)
+
+        def wait_and_note() -> Any:
+            replies = wait()
+            for command, reply in zip(commands, replies, strict=True):
+                self._note(command, reply)
+            return replies
+
+        return wait_and_note
+
     def _note(self, command: Any, reply: Any) -> None:
         self.num_commands += 1
         words = command if isinstance(command, tuple) else (*command.keys, *command.args)
-        self.num_bytes += sum(len(w) if isinstance(w, bytes) else len(str(w)) for w in words)
+        sizes = (len(w if isinstance(w, bytes | memoryview) else str(w)) for w in words)
+        self.num_bytes += sum(sizes)
         self.num_bytes += len(reply) if isinstance(reply, bytes) else len(str(reply))
 
 
