@@ -400,8 +400,15 @@ class Worker:
     def _still_here(
         self, slices: Sequence[Slice], hidden: FloatRows
     ) -> tuple[Sequence[Slice], FloatRows]:
-        """The slices that were not settled while they were computed, and their rows (R, D)."""
-        here = [piece.pending in self._inbox for piece in slices]
+        """The slices that were not settled while they were computed, and their rows (R, D).
+
+        A step of another epoch waits for its next turn if its request's state went with an old one.
+        """
+        here = [
+            piece.pending in self._inbox
+            and self._pool.peek(piece.group, piece.request_id) is not None
+            for piece in slices
+        ]
         if all(here):
             return slices, hidden
         rows = np.repeat(here, [piece.num_rows for piece in slices])

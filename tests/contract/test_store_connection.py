@@ -276,6 +276,16 @@ def test_lines_are_given_back_whatever_became_of_their_replies(private_redis: Re
 
 
 @pytest.mark.servers
+def test_a_line_whose_replies_nobody_waits_for_is_closed(private_redis: RedisServer) -> None:
+    with closing(connect(private_redis.url)) as stores:
+        for _ in range(20):
+            stores.meta.start_all([("SET", "k", "1"), ("PING",)])
+
+        assert stores.meta.run(("GET", "k")) == b"1"
+        assert not stores.meta._client.connection_pool._in_use_connections
+
+
+@pytest.mark.servers
 def test_a_stopped_server_is_given_up_after_bounded_retries(private_redis: RedisServer) -> None:
     with closing(connect(private_redis.url, max_retries=2)) as stores:
         stores.ping()

@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from services.scheduler.admission import first_step
+from services.worker.verdict import TOKEN_IDS
 from shared.errors import StoreDamaged, StoreUnavailable
 from shared.messages import FinishReason
 from shared.store.ledger_types import Commit, CommitResult, Committed, Gap
-from tests.faults import Crash
+from tests.faults import Crash, Tripwire
 from tests.rig import Rig, assert_answers
 from tests.rig_model import GREEDY, SAMPLED, prompt_of
 from tests.unit.test_steps_sent_ahead import LateLedger, Results
@@ -140,6 +143,30 @@ def test_a_request_that_ends_meanwhile_ends_here_and_leaves_nothing(nth: int) ->
     assert_answers(rig, ASKED[1:])
     assert [final.finish_reason for final in rig.final_events("a")] == ["abort"]
     assert rig.num_steps() == rig.num_dead() == worker.num_pending == 0
+
+
+@pytest.mark.parametrize("moment", range(10, 14))
+def test_a_step_of_a_new_epoch_does_not_fail_over_the_end_of_the_old_one(moment: int) -> None:
+    # given a request that is driven again while it goes on
+    rig = Rig(1)
+    broker = Tripwire(rig.new_broker(), "reject", Crash)
+    worker = rig.add_worker(0, broker=broker)
+    plan = rig.admit("a", PROMPT, LONG)
+    first = first_step(plan, rig.layout, epoch=0)
+    rig.publish_step(first)
+    rig.run_until(lambda: len(rig.tokens("a")) == moment)
+    rig.ledger.advance_epoch("a", 0, 1)
+    text = np.array([*PROMPT, *rig.tokens("a")], np.int32)
+    position = rig.num_kv_rows("a")[0]
+    rig.publish_step(
+        replace(first, epoch=1, position=position, tensors={TOKEN_IDS: text[position:]})
+    )
+
+    rig.run_until_done("a")
+    rig.run_until_quiet()
+
+    assert broker.num_calls == worker.num_pending == 0
+    assert_answers(rig, ASKED[:1])
 
 
 @pytest.mark.parametrize("nth", [2, 4, 6])  # what left by its queue is the scheduler's to drive

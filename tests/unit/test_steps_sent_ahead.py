@@ -12,9 +12,11 @@ from services.worker.endings import EARLY_LIMIT_S
 from shared.broker.base import Outgoing
 from shared.broker.memory import MemoryBroker
 from shared.errors import StoreDamaged, StoreUnavailable
-from shared.messages import FinishReason
+from shared.messages import FinishReason, Request
+from shared.store.kv_pages import PAGE_ROWS
 from shared.store.ledger import Ledger
 from shared.store.ledger_types import Commit, CommitResult, Gap
+from shared.store.leftovers import leftover_keys
 from tests.rig import Rig, assert_answers
 from tests.rig_model import SAMPLED, prompt_of
 
@@ -94,6 +96,24 @@ def test_a_request_that_ends_meanwhile_leaves_no_step_behind() -> None:
     assert len(rig.tokens("r")) == 5
     assert rig.num_steps() == 0
     assert rig.num_dead() == 0
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])  # before, at and after the end of a page
+def test_a_request_that_ends_meanwhile_leaves_no_rows_behind(
+    num_tokens: int, num_groups: int
+) -> None:
+    rig = Rig(num_groups)
+    rig.add_workers()
+    rig.add_scheduler()
+
+    rig.submit(Request("r", token_ids=prompt_of(PAGE_ROWS - 2), sampling=SAMPLED))
+    rig.run_until(lambda: rig.ledger.get("r") is not None)
+    rig.run_until(lambda: len(rig.tokens("r")) == num_tokens)
+    rig.ledger.finish("r", FinishReason.ABORT)
+    rig.run_until_quiet()
+
+    assert leftover_keys(rig.stores, "r") == []
 
 
 @pytest.mark.parametrize("num_losses", [1, 3])
