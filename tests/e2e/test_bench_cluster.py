@@ -65,7 +65,8 @@ def test_every_load_has_its_figures_and_its_hops(tiny_gguf: Path) -> None:
             assert [hop["group"] for hop in point["hops"]] == list(range(layout["num_groups"]))
             for hop in point["hops"]:
                 assert set(hop["stage_ms"]) == set(STAGES)
-                assert hop["stage_ms"]["broker"] > 0
+                # In one group few steps travel, and perhaps none of a short answer.
+                assert layout["num_groups"] == 1 or hop["stage_ms"]["broker"] > 0
                 assert 1 <= hop["batch"] <= streams
             # The stages follow a token all the way round: they cannot be a fraction of its time.
             assert point["way_ms"] > point["gap_ms"] / 4
