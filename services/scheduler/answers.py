@@ -17,7 +17,8 @@ from services.scheduler.prefixes import Prefixes
 from services.scheduler.replies import read_logprobs, reply_of, send_reply
 from shared.broker.base import Broker
 from shared.errors import PublishRefused
-from shared.store.kv_pages import PAGE_ROWS, KvPages
+from shared.messages import MAX_DRAFT_LEN
+from shared.store.kv_pages import KvPages
 from shared.store.ledger_base import RequestLedger
 
 log = structlog.get_logger()
@@ -79,8 +80,8 @@ class Answers:
             read_logprobs(self._ledger, record) if is_awaited else None,
         )
         self._prefixes.ended(record, reply.token_ids)
-        # A page more: a step may have been sent ahead of a commit that the end refused.
-        num_positions = record.num_prompt_tokens + record.num_generated + PAGE_ROWS
+        # And those of the longest step that was sent ahead of a commit that the end refused.
+        num_positions = record.num_prompt_tokens + record.num_generated + 1 + MAX_DRAFT_LEN
         self.delete_rows(request_id, num_positions)
         for delivery in list(held.unanswered):
             try:

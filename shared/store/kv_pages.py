@@ -205,8 +205,8 @@ class KvPages:
     def _write_calls(self, write: KvRows) -> list[Command | Call]:
         """All of them answer something true once the rows are there.
 
-        Whole pages are set, which Redis does without a copy (a page of 368 KB through a script took
-        it 0.8 ms); what begins or ends inside a page goes through one.
+        Whole pages are set (one of 368 KB through a script took 2.8 ms, set and kept 0.3 to 0.4);
+        what begins or ends inside a page goes through a script.
         """
         size, rows = self._row_bytes[write.group], memoryview(write.rows)
         num_rows, rest = divmod(rows.nbytes, size)
